@@ -1,0 +1,360 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Remove a row, assign a row: the collapsed Gibbs move.
+
+Arrays only: what a move needs of the model is the partition's prior and a tuple of
+blocks (:mod:`numpyro_subanneal.conjugate.base`), each with its hyperparameters and data.
+
+One move of Obermeyer et al. (2014), section 2.3: row `r` leaves its cluster, row `a`
+joins cluster `k` with probability proportional to equation (*),
+``weight(n_k) * p(x_a | rows of k)``, or opens a new one with probability proportional to
+``weight(new) * p(x_a)``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_subanneal.conjugate.base import AbstractBlock
+from numpyro_subanneal.distributions import PartitionDistribution
+from numpyro_subanneal.subsample import (
+    Churn,
+    Moves,
+    Subsample,
+    draw_moves,
+    over_chains,
+)
+from numpyro_subanneal.typing import Array
+
+
+class Component(NamedTuple):
+    """
+    A block with what the model says of it.
+
+    - **block** - the packed features of one conjugate pair.
+    - **hyper** - their hyperparameters, as the block packs them.
+    - **data** - the observed values of each of its sites, rows first.
+    """
+
+    block: AbstractBlock
+    hyper: Any
+    data: Sequence[Array]
+
+
+class Clusters(NamedTuple):
+    """
+    - **z** - cluster of each row, -1 for a row that is out, ``[N]``.
+    - **counts** - rows in each cluster, ``[K]``.
+    - **stats** - sufficient statistics, one entry a component.
+    """
+
+    z: Array
+    counts: Array
+    stats: tuple[Any, ...]
+
+
+# Moves drawn at a time: enough to spread the cost of starting a chunk, few enough to keep
+# its random numbers (chunk x clusters floats) in cache.
+_CHUNK = 4096
+
+
+def widths(capacity: int) -> tuple[int, ...]:
+    """
+    Numbers of clusters for which the move is compiled. A chunk of moves runs at the
+    smallest that has room, so that unused capacity costs nothing.
+    """
+    ladder = []
+    width = 16
+    while width < capacity:
+        ladder.append(width)
+        width *= 2
+    return (*ladder, capacity)
+
+
+def collect(components: Sequence[Component], z: Array, capacity: int) -> Clusters:
+    """The clusters of assignments `z` ``[N]``, counted from the data."""
+    counts = jnp.zeros(capacity, jnp.int32)
+    counts = counts.at[jnp.where(z < 0, capacity, z)].add(1, mode="drop")
+
+    def add_row(n, stats):
+        live = z[n] >= 0
+        k = jnp.maximum(z[n], 0)
+        return tuple(
+            c.block.add(s, c.block.row(c.data, n), k, live)
+            for c, s in zip(components, stats, strict=True)
+        )
+
+    stats = tuple(c.block.empty(c.hyper, capacity) for c in components)
+    return Clusters(z, counts, lax.fori_loop(0, z.shape[0], add_row, stats))
+
+
+def run_step(
+    rng_key: Array,
+    prior: PartitionDistribution,
+    components: Sequence[Component],
+    z: Array,
+    capacity: int,
+    subsample: Subsample,
+    added: Array,
+    churned: Array,
+) -> tuple[Clusters, Subsample, Array]:
+    """
+    Make the moves of one step.
+
+    :param rng_key: key.
+    :param prior: prior of the partition.
+    :param components: blocks with hyperparameters and data.
+    :param z: assignments ``[N]``, below `capacity`; -1 for rows out of the subsample.
+    :param int capacity: number of clusters that can be represented.
+    :param subsample: which rows are in.
+    :param added: number of rows to add.
+    :param churned: number of rows to churn besides.
+    :return: clusters and subsample after the moves, and the number of moves in which a
+        row could not have opened a cluster because all `capacity` were occupied.
+    """
+    num_rows = z.shape[0]
+    chunk = min(_CHUNK, num_rows)
+    clusters = collect(components, z, capacity)
+    key_churn, key_moves = random.split(rng_key)
+
+    def unfinished(carry):
+        churn = carry[2]
+        return over_chains(churn.left) > 0
+
+    def run_chunk(carry):
+        clusters, subsample, churn, refused, key_churn, key_moves = carry
+        key_churn, key_now = random.split(key_churn)
+        subsample, churn, moves = draw_moves(key_now, subsample, churn, chunk)
+        key_moves, key_now = random.split(key_moves)
+        clusters, more = _run_moves(key_now, prior, components, clusters, moves)
+        return clusters, subsample, churn, refused + more, key_churn, key_moves
+
+    churn = Churn.start(added, churned)
+    refused = jnp.zeros((), jnp.int32)
+    clusters, subsample, _, refused, _, _ = lax.while_loop(
+        unfinished,
+        run_chunk,
+        (clusters, subsample, churn, refused, key_churn, key_moves),
+    )
+    return clusters, subsample, refused
+
+
+class _Loop(NamedTuple):
+    """
+    What moves at one width carry: `position` in the chunk, tables of that width, and
+    the cluster `k` of the row that leaves next, read ahead. (Read in its own move, XLA
+    may fuse the read past the write of `z`, and then copies `z` at every move.)
+    """
+
+    position: Array
+    k: Array
+    clusters: Clusters
+    tables: tuple[Any, ...]
+    occupied: Array
+    refused: Array
+
+
+def _run_moves(
+    rng_key: Array,
+    prior: PartitionDistribution,
+    components: Sequence[Component],
+    clusters: Clusters,
+    moves: Moves,
+) -> tuple[Clusters, Array]:
+    capacity = clusters.counts.shape[0]
+    ladder = widths(capacity)
+
+    def unfinished(carry):
+        position = carry[0]
+        return over_chains(moves.count - position) > 0
+
+    def run_segment(carry):
+        # Each segment ends with the chunk, or when its width has no room left; then the
+        # next goes on at a larger width.
+        position, clusters, refused, rng_key = carry
+        needed = over_chains(_room(clusters.counts))
+        rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
+        rng_key, *keys = random.split(rng_key, len(ladder) + 1)
+        for i, (width, key_noise) in enumerate(zip(ladder, keys, strict=True)):
+            position, clusters, refused = _run_at_width(
+                key_noise,
+                prior,
+                components,
+                (position, clusters, refused),
+                moves,
+                width,
+                selected=rung == i,
+            )
+        return position, clusters, refused, rng_key
+
+    zero = jnp.zeros((), jnp.int32)
+    _, clusters, refused, _ = lax.while_loop(
+        unfinished, run_segment, (zero, clusters, zero, rng_key)
+    )
+    return clusters, refused
+
+
+def _room(counts: Array) -> Array:
+    """
+    Clusters to make room for: every slot up to the last occupied one, and some more than
+    are occupied, so that a chunk rarely outgrows its width.
+    """
+    used = counts > 0
+    last = jnp.max(jnp.where(used, jnp.arange(1, counts.shape[0] + 1), 0))
+    occupied = used.sum()
+    return jnp.maximum(last, occupied + 2 + occupied // 8)
+
+
+def _run_at_width(rng_key, prior, components, carry, moves, width, selected):
+    """Moves from `position` on while there is room in `width` clusters, if `selected`."""
+    position, clusters, refused = carry
+    chunk = moves.enters.shape[0]
+    num_rows = clusters.z.shape[0]
+    capacity = clusters.counts.shape[0]
+
+    # NB: not selected means no iteration, rather than a branch of `lax.cond`: a branch
+    # would copy the assignments. What is made ahead of the loop is small, but for the
+    # noise.
+    noise = lax.cond(
+        selected,
+        lambda key: random.gumbel(key, (chunk, width)),
+        lambda key: jnp.zeros((chunk, width)),
+        rng_key,
+    )
+    narrow = Clusters(
+        clusters.z,
+        clusters.counts[:width],
+        jax.tree.map(lambda s: s[..., :width], clusters.stats),
+    )
+    tables = tuple(
+        c.block.tables(c.hyper, s)
+        for c, s in zip(components, narrow.stats, strict=True)
+    )
+    occupied = (narrow.counts > 0).sum(dtype=jnp.int32)
+
+    def live(loop):
+        room = (width == capacity) | (loop.occupied < width)
+        return selected & room & (loop.position < moves.count)
+
+    def any_live(loop):
+        return over_chains(live(loop).astype(jnp.int32)) > 0
+
+    slots = jnp.arange(width, dtype=jnp.int32)
+
+    def leaving_from(z, position):
+        # Past the chunk's end this is never used.
+        return z[jnp.maximum(moves.leaves[position], 0)]
+
+    def move(loop):
+        z, counts, stats = loop.clusters
+        on = live(loop)
+        leaves = moves.leaves[loop.position]
+        enters = moves.enters[loop.position]
+
+        # Obermeyer et al. (2014), Anneal Subsample, line 6: remove.
+        leaving = on & (leaves >= 0)
+        row = jnp.maximum(leaves, 0)
+        k = jnp.where(leaving, loop.k, 0)
+        counts = counts - jnp.where(leaving & (slots == k), 1, 0)
+        free = counts == 0
+        occupied = width - free.sum(dtype=jnp.int32)
+        taken = [
+            c.block.take(c.hyper, s, c.block.row(c.data, row), k, leaving)
+            for c, s in zip(components, stats, strict=True)
+        ]
+
+        # Line 8: assign, with probabilities (*). The new cluster is the first free slot,
+        # whose table is that of the prior predictive.
+        slot = jnp.min(jnp.where(free, slots, width))
+        log_weight = jnp.where(
+            slots == slot,
+            prior.log_weight_new(occupied, counts.sum()),
+            prior.log_weight_existing(counts),
+        )
+        xs = [c.block.row(c.data, enters) for c in components]
+        for c, s, t, out, x in zip(
+            components, stats, loop.tables, taken, xs, strict=True
+        ):
+            log_weight = log_weight + c.block.score(c.hyper, s, t, out, x)
+        k = jnp.argmax(log_weight + noise[loop.position]).astype(jnp.int32)
+        counts = counts + jnp.where(on & (slots == k), 1, 0)
+        changed = [
+            c.block.put(c.hyper, s, t, out, x, k, on)
+            for c, s, t, out, x in zip(
+                components, stats, loop.tables, taken, xs, strict=True
+            )
+        ]
+        stats, tables = zip(*changed, strict=True)
+
+        where = jnp.stack(
+            [
+                jnp.where(leaving & (leaves != enters), leaves, num_rows),
+                jnp.where(on, enters, num_rows),
+            ]
+        )
+        z = z.at[where].set(jnp.stack([jnp.int32(-1), k]), mode="drop")
+        position = loop.position + jnp.where(on, 1, 0)
+        return _Loop(
+            position,
+            leaving_from(z, position),
+            Clusters(z, counts, stats),
+            tables,
+            occupied + jnp.where(on & (k == slot), 1, 0),
+            loop.refused + jnp.where(on & (slot == width), 1, 0),
+        )
+
+    start = _Loop(
+        position,
+        leaving_from(clusters.z, position),
+        narrow,
+        tables,
+        occupied,
+        refused,
+    )
+    loop = lax.while_loop(any_live, move, start)
+    clusters = Clusters(
+        loop.clusters.z,
+        clusters.counts.at[:width].set(loop.clusters.counts),
+        jax.tree.map(
+            lambda s, w: s.at[..., :width].set(w), clusters.stats, loop.clusters.stats
+        ),
+    )
+    return loop.position, clusters, loop.refused
+
+
+def relabel(clusters: Clusters) -> Clusters:
+    """Clusters numbered by the first row that they hold; empty ones last."""
+    z, counts, stats = clusters
+    capacity = counts.shape[0]
+    num_rows = z.shape[0]
+    first = jnp.full(capacity, num_rows, jnp.int32)
+    first = first.at[jnp.where(z < 0, capacity, z)].min(
+        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
+    )
+    order = jnp.argsort(first)
+    label = jnp.zeros(capacity, jnp.int32).at[order].set(
+        jnp.arange(capacity, dtype=jnp.int32), unique_indices=True
+    )
+    return Clusters(
+        jnp.where(z < 0, -1, label[jnp.maximum(z, 0)]),
+        counts[order],
+        jax.tree.map(lambda s: s[..., order], stats),
+    )
+
+
+def log_joint(
+    prior: PartitionDistribution, components: Sequence[Component], clusters: Clusters
+) -> Array:
+    """
+    Log probability of the partition and of the rows that are in, cluster parameters
+    integrated out.
+    """
+    occupied = clusters.counts > 0
+    total = prior.log_eppf(clusters.counts)
+    for c, s in zip(components, clusters.stats, strict=True):
+        total += jnp.where(occupied, c.block.log_marginal(c.hyper, s), 0).sum()
+    return total

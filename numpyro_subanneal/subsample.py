@@ -1,0 +1,148 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which rows are in the subsample.
+
+A permutation of the rows, of which the first `size` are in. Taking out a uniformly
+random row, or putting one in, is a swap: O(1). Neither depends on the assignments, so
+the rows that leave and enter are drawn ahead of the moves that use them, a chunk at a
+time.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+
+from numpyro_subanneal.typing import Array
+
+
+class Subsample(NamedTuple):
+    """
+    - **order** - a permutation of the rows, ``[N]``; the first `size` are in.
+    - **size** - number of rows in the subsample.
+    """
+
+    order: Array
+    size: Array
+
+
+class Churn(NamedTuple):
+    """
+    Moves still to make in a step.
+
+    - **left** - number of moves left.
+    - **total** - number of moves in the whole step.
+    - **added** - how many of them add a row.
+    - **credit** - grows by `added` with each move; a move adds a row when it reaches
+      `total`. This spreads the additions evenly, starting with one.
+    """
+
+    left: Array
+    total: Array
+    added: Array
+    credit: Array
+
+    @classmethod
+    def start(cls, added: Array, churned: Array) -> "Churn":
+        total = added + churned
+        return cls(left=total, total=total, added=added, credit=churned)
+
+
+class Moves(NamedTuple):
+    """
+    - **leaves** - row that leaves before the assignment, -1 for none, ``[chunk]``.
+    - **enters** - row that is assigned, ``[chunk]``; may be the one that left.
+    - **count** - how many of the chunk are moves.
+    """
+
+    leaves: Array
+    enters: Array
+    count: Array
+
+
+@jax.custom_batching.custom_vmap
+def over_chains(x: Array) -> Array:
+    """
+    `x` itself; under :func:`jax.vmap`, its maximum over the batch, unbatched.
+
+    For loop bounds only. A bound that differs between vectorized chains would make JAX
+    copy everything the loop carries, arrays of size N included, at every iteration. With
+    a common bound the chains that are done go on with moves that change nothing.
+    """
+    return x
+
+
+@over_chains.def_vmap
+def _(axis_size, in_batched, x):
+    del axis_size
+    return (jnp.max(x, 0) if in_batched[0] else x), False
+
+
+def draw_moves(
+    rng_key: Array, subsample: Subsample, churn: Churn, chunk: int
+) -> tuple[Subsample, Churn, Moves]:
+    """
+    Draw which rows leave and enter in the next moves of a step, `chunk` at most.
+
+    A churn takes a uniformly random row out and puts in one drawn uniformly from all
+    rows then out, the one just taken included (Obermeyer et al. 2014, section 2.3); when
+    all rows are in, that is the row itself. Rows are drawn as 32 random bits modulo a
+    count, which is uniform up to a relative 2^-32 times that count.
+    """
+    num_rows = subsample.order.shape[0]
+    bits = random.bits(rng_key, (chunk, 2), jnp.uint32)
+    count = jnp.minimum(churn.left, chunk)
+    full = (churn.added == 0) & (subsample.size == num_rows)
+
+    def step(i, carry):
+        order, size, credit, leaves, enters = carry
+        live = i < count
+        credit = credit + churn.added
+        add = credit >= churn.total
+        credit = credit - jnp.where(add, churn.total, 0)
+        # `last` is the end of the subsample after the removal, where the new row goes.
+        last = jnp.where(add, size, size - 1)
+        gone = jnp.where(add, size, _modulo(bits[i, 0], size))
+        come = last + _modulo(bits[i, 1], num_rows - last)
+        # NB: one gather and one scatter; a chain of updates copies `order` at each.
+        row_gone, row_last, row_come = order[jnp.stack([gone, last, come])]
+        row_come = jnp.where(
+            come == last, row_gone, jnp.where(come == gone, row_last, row_come)
+        )
+        # Swap (gone, last), then swap (last, come).
+        drop = num_rows
+        where = jnp.stack(
+            [
+                jnp.where(live & (gone != last), gone, drop),
+                jnp.where(live, last, drop),
+                jnp.where(live & (come != last), come, drop),
+            ]
+        )
+        order = order.at[where].set(
+            jnp.stack([row_last, row_come, row_gone]), mode="drop"
+        )
+        leaves = leaves.at[i].set(jnp.where(add, -1, row_gone))
+        enters = enters.at[i].set(row_come)
+        size = jnp.where(live & add, size + 1, size)
+        return order, size, credit, leaves, enters
+
+    blank = jnp.zeros(chunk, jnp.int32)
+    order, size, credit, leaves, enters = lax.fori_loop(
+        0,
+        over_chains(jnp.where(full, 0, count)),
+        step,
+        (subsample.order, subsample.size, churn.credit, blank, blank),
+    )
+    anyone = _modulo(bits[:, 0], num_rows)
+    moves = Moves(
+        jnp.where(full, anyone, leaves), jnp.where(full, anyone, enters), count
+    )
+    churn = churn._replace(left=churn.left - count, credit=credit)
+    return Subsample(order, size), churn, moves
+
+
+def _modulo(bits: Array, count: Array | int) -> Array:
+    count = jnp.maximum(jnp.asarray(count), 1).astype(jnp.uint32)
+    return (bits % count).astype(jnp.int32)
