@@ -57,11 +57,11 @@ class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
     and batch shape to this ``__init__`` after it has set its parameters, which are
     named by ``arg_constraints``.
 
-    :param int size: number of rows, a positive Python or NumPy integer.
+    :param int size: number of rows, a nonnegative Python or NumPy integer.
     :param tuple batch_shape: shape of the parameters broadcast against each other.
     :param bool validate_args: whether to check the parameters and the values given
         to :meth:`log_prob`; by default as :func:`numpyro.enable_validation` says.
-    :raises ValueError: if ``size`` is not a positive integer (always), or a concrete
+    :raises ValueError: if ``size`` is not a nonnegative integer (always), or a concrete
         parameter is out of range (under validation).
 
     **References:**
@@ -87,9 +87,9 @@ class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
     ) -> None:
         is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
         # Labels are int32, so that is also the bound on the number of rows.
-        if not is_integer or not 0 < size < 2**31:
+        if not is_integer or not 0 <= size < 2**31:
             raise ValueError(
-                f"{type(self).__name__}: `size` must be a positive Python or NumPy "
+                f"{type(self).__name__}: `size` must be a nonnegative Python or NumPy "
                 f"integer below 2**31, got {size!r}; pass the number of rows, e.g. "
                 "`size=x.shape[0]`."
             )
@@ -199,10 +199,10 @@ class PitmanYorProcess(PartitionDistribution):
 
     :param concentration: :math:`\theta > -d`; negative values are allowed.
     :param discount: :math:`0 \le d < 1`.
-    :param int size: number of rows, a positive Python or NumPy integer.
+    :param int size: number of rows, a nonnegative Python or NumPy integer.
     :param bool validate_args: whether to check the parameters and the values given
         to :meth:`log_prob`; by default as :func:`numpyro.enable_validation` says.
-    :raises ValueError: if ``size`` is not a positive integer (always), or a concrete
+    :raises ValueError: if ``size`` is not a nonnegative integer (always), or a concrete
         parameter is out of range or not finite (under validation).
 
     .. note:: :meth:`sample` flips coins of 32 bits: in float32 the probability that a
@@ -327,10 +327,10 @@ class ChineseRestaurantProcess(PartitionDistribution):
     The number of clusters grows like :math:`\alpha \log N`.
 
     :param concentration: :math:`\alpha > 0`.
-    :param int size: number of rows, a positive Python or NumPy integer.
+    :param int size: number of rows, a nonnegative Python or NumPy integer.
     :param bool validate_args: whether to check the parameters and the values given
         to :meth:`log_prob`; by default as :func:`numpyro.enable_validation` says.
-    :raises ValueError: if ``size`` is not a positive integer (always), or a concrete
+    :raises ValueError: if ``size`` is not a nonnegative integer (always), or a concrete
         concentration is not positive and finite (under validation).
 
     **Example:**

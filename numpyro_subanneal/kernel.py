@@ -275,43 +275,36 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     def _init_one(self, rebuild, rng_key, z, steps, arrays):
         plan = self._plan
-        rng_key, key_partition, key_theta = random.split(rng_key, 3)
-        prior, components = planning.read(plan, self._model, *rebuild(arrays))
-        if z is None:
-            if len(steps.added) == 0 or self._schedule.starts_full:
-                z = prior.sample(key_partition).astype(jnp.int32)
-            else:
-                z = jnp.full(plan.num_rows, -1, jnp.int32)
-        # A draw from the prior may have more clusters than can be represented.
-        refused = jnp.sum(z >= plan.capacity, dtype=jnp.int32)
-        z = jnp.where(z < 0, -1, z % plan.capacity)
-        order = jnp.argsort(z < 0, stable=True).astype(jnp.int32)
-        size = jnp.sum(z >= 0, dtype=jnp.int32)
-        clusters = rows.relabel(rows.collect(components, z, plan.capacity))
-        return self._state(
-            key_theta,
-            prior,
-            components,
-            clusters,
-            i=jnp.zeros((), jnp.int32),
-            subsample_size=size,
-            capacity_reached=refused,
-            order=order,
+        rng_key, key_partition = random.split(rng_key)
+        prior, components, theta = planning.read(plan, self._model, *rebuild(arrays))
+        zero = jnp.zeros((), jnp.int32)
+        state = SubsampleAnnealedGibbsState(
+            z={plan.partition: jnp.full(plan.num_rows, -1, jnp.int32), **theta},
+            i=zero,
+            log_joint=jnp.zeros((), jnp.result_type(float)),
+            num_clusters=zero,
+            subsample_size=zero,
+            capacity_reached=zero,
+            order=jnp.arange(plan.num_rows, dtype=jnp.int32),
             added=jnp.asarray(steps.added),
             churned=jnp.asarray(steps.churned),
             rng_key=rng_key,
         )
-
-    def _state(self, key_theta, prior, components, clusters, **fields):
-        z = {self._plan.partition: clusters.z}
-        keys = random.split(key_theta, len(components))
-        for c, stats, key in zip(components, clusters.stats, keys, strict=True):
-            z |= c.block.draw(key, c.hyper, stats)
-        return SubsampleAnnealedGibbsState(
-            z=z,
+        if z is None:
+            if len(steps.added) > 0 and not self._schedule.starts_full:
+                return state
+            z = prior.sample(key_partition).astype(jnp.int32)
+        # A draw from the prior may have more clusters than can be represented.
+        refused = jnp.sum(z >= plan.capacity, dtype=jnp.int32)
+        z = jnp.where(z < 0, -1, z % plan.capacity)
+        clusters = rows.relabel(rows.collect(components, z, plan.capacity))
+        return state._replace(
+            z={**state.z, plan.partition: clusters.z},
             log_joint=rows.log_joint(prior, components, clusters),
             num_clusters=jnp.sum(clusters.counts > 0, dtype=jnp.int32),
-            **fields,
+            subsample_size=jnp.sum(z >= 0, dtype=jnp.int32),
+            capacity_reached=refused,
+            order=jnp.argsort(z < 0, stable=True).astype(jnp.int32),
         )
 
     # --- sample --------------------------------------------------------------------
@@ -324,7 +317,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _sample_one(self, state, args, kwargs):
         plan = self._plan
         rng_key, key_moves, key_theta = random.split(state.rng_key, 3)
-        prior, components = planning.read(plan, self._model, args, kwargs)
+        prior, components, _ = planning.read(plan, self._model, args, kwargs)
         added, churned = self._moves(state, plan.num_rows)
         clusters, subsample, refused = rows.run_step(
             key_moves,
@@ -336,12 +329,16 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             added,
             churned,
         )
-        return self._state(
-            key_theta,
-            prior,
-            components,
-            rows.relabel(clusters),
+        clusters = rows.relabel(clusters)
+        z = {plan.partition: clusters.z}
+        keys = random.split(key_theta, len(components))
+        for c, stats, key in zip(components, clusters.stats, keys, strict=True):
+            z |= c.block.draw(key, c.hyper, stats)
+        return SubsampleAnnealedGibbsState(
+            z=z,
             i=state.i + 1,
+            log_joint=rows.log_joint(prior, components, clusters),
+            num_clusters=jnp.sum(clusters.counts > 0, dtype=jnp.int32),
             subsample_size=subsample.size,
             capacity_reached=state.capacity_reached + refused,
             order=subsample.order,

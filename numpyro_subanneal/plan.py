@@ -686,11 +686,12 @@ class _Prober:
             )
             hyper = _hyperparameters(pair, shape, trace, self.capacity)
             out[shape.name] = _Values(parameters, log_prob, hyper, log_prior)
-        return out
+        return out, _peel(trace[self.partition]["fn"])
 
-    def evaluate(self, z, theta):
+    def evaluate(self, z, theta) -> dict[str, _Values]:
         z = jnp.asarray(z, jnp.int32)
-        return jax.device_get(self._evaluate(z, theta, self.arrays))
+        values, self.prior = jax.device_get(self._evaluate(z, theta, self.arrays))
+        return values
 
     def _assignments(self):
         """Random assignments; neighbouring probed rows share a cluster, so that rows in
@@ -702,6 +703,9 @@ class _Prober:
     def check_prior(self) -> None:
         z = self._assignments()
         first, second = (self.evaluate(z, theta) for theta in self.theta)
+        error = self.prior.parameter_error()
+        if error is not None:
+            raise NotRecognised(f"The prior of partition site '{self.partition}': {error}")
         for pair, shape in self.shapes:
             clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
             for name, value in first[shape.name].hyper.items():
@@ -799,8 +803,8 @@ class _Prober:
             for pair, shape in self.shapes:
                 x = jnp.asarray(data[shape.name][row])
                 hyper = self.hyper[shape.name]
-                at, log_posterior[shape.name], expected[shape.name] = _over_features(
-                    partial(_bayes, pair, i), shape, hyper, x
+                at, log_posterior[shape.name], expected[shape.name] = jax.device_get(
+                    _bayes(pair, shape, hyper, x, 1 / (2 + i))
                 )
                 for role, cluster in shape.roles:
                     theta[cluster] = theta[cluster].at[0].set(at[role])
@@ -822,51 +826,44 @@ class _Prober:
                     )
 
 
-def _over_features(fn, shape: SiteShape, hyper, x):
-    """`fn(hyper, x)`, which sees one feature, for the features of an observed site."""
+@partial(jax.jit, static_argnums=(0, 1))
+def _bayes(pair: AbstractConjugatePair, shape: SiteShape, hyper: Hyper, x, shift):
+    """
+    Given one row `x`, for every feature: a point theta inside the posterior, its log
+    posterior density, and the log marginal likelihood of the row.
+    """
+
+    def one_feature(hyper, x):
+        stat = pair.add(pair.empty(hyper), x)
+        posterior = pair.posterior(hyper, stat)
+        theta = pair.theta(posterior, partial(_inside, shift))
+        density = []
+
+        def record(role, fn):
+            density.append(fn.log_prob(theta[role]))
+            return theta[role]
+
+        pair.theta(posterior, record)
+        return theta, sum(density), pair.log_marginal(hyper, stat)
+
     num = len(shape.feature_shape)
     flat = {
-        name: jnp.reshape(value, (shape.num_features, *np.shape(value)[num:]))
+        name: jnp.reshape(value, (shape.num_features, *jnp.shape(value)[num:]))
         for name, value in hyper.items()
     }
-    out = jax.vmap(fn)(flat, jnp.reshape(x, shape.num_features))
-    return jax.device_get(
-        jax.tree.map(lambda v: v.reshape(shape.feature_shape + v.shape[1:]), out)
-    )
+    out = jax.vmap(one_feature)(flat, jnp.reshape(x, shape.num_features))
+    return jax.tree.map(lambda v: v.reshape(shape.feature_shape + v.shape[1:]), out)
 
 
-def _bayes(pair: AbstractConjugatePair, seed: int, hyper: Hyper, x: Array):
-    """
-    A point theta inside the posterior given the one value `x`, its log posterior
-    density, and the log marginal likelihood.
-    """
-    stat = pair.add(pair.empty(hyper), x)
-    posterior = pair.posterior(hyper, stat)
-    theta = pair.theta(posterior, _inside(seed))
-    density = []
-
-    def record(role, fn):
-        density.append(fn.log_prob(theta[role]))
-        return theta[role]
-
-    pair.theta(posterior, record)
-    return theta, sum(density), pair.log_marginal(hyper, stat)
-
-
-def _inside(seed: int):
+def _inside(shift, role: str, fn: dist.Distribution) -> Array:
     """`SampleFn` for a point well inside the distribution. The certificate holds at
     every point, but a draw from a vague posterior may overflow."""
-
-    def sample(role, fn):
-        del role
-        shift = 1 / (2 + seed)
-        if isinstance(fn, dist.Normal):
-            return fn.loc + shift * fn.scale
-        if isinstance(fn, dist.InverseGamma):
-            return (1 + shift) * fn.rate / (fn.concentration + 1)
-        return fn.mean
-
-    return sample
+    del role
+    if isinstance(fn, dist.Normal):
+        return fn.loc + shift * fn.scale
+    if isinstance(fn, dist.InverseGamma):
+        return (1 + shift) * fn.rate / (fn.concentration + 1)
+    return fn.mean
 
 
 def _close(a, b) -> bool:
@@ -882,12 +879,23 @@ def _first(value) -> str:
 # --- reading values ------------------------------------------------------------------
 
 
-def read(
-    plan: Plan, model: Model, args: Args, kwargs: Kwargs
-) -> tuple[PartitionDistribution, tuple[Component, ...]]:
+class Reading(NamedTuple):
     """
-    The partition's prior, and for each block its hyperparameters and data, as the model
-    has them for these arguments. Traceable; the likelihood is never evaluated, and is
+    What a model says for given arguments.
+
+    - **prior** - prior of the partition.
+    - **components** - for each block its hyperparameters and data.
+    - **theta** - feasible values of the cluster sites, by name.
+    """
+
+    prior: PartitionDistribution
+    components: tuple[Component, ...]
+    theta: dict[str, Array]
+
+
+def read(plan: Plan, model: Model, args: Args, kwargs: Kwargs) -> Reading:
+    """
+    Read the values behind `plan`. Traceable; the likelihood is never evaluated, and is
     dead code once compiled.
     """
 
@@ -908,5 +916,9 @@ def read(
             hyper.append({name: value[0] for name, value in values.items()})
             data.append(jnp.asarray(trace[shape.name]["value"]))
         components.append(Component(block, block.pack(hyper), data))
-    return _peel(trace[plan.partition]["fn"]), tuple(components)
+    return Reading(
+        prior=_peel(trace[plan.partition]["fn"]),
+        components=tuple(components),
+        theta={name: trace[name]["value"] for name in plan.cluster_sites},
+    )
 

@@ -711,7 +711,7 @@ def test_values_out_of_support_are_warned_about_under_validation():
 
 
 @pytest.mark.parametrize(
-    "size", [0, -3, 2.0, 2.5, True, np.True_, None, "4", jnp.array(3), 2**31]
+    "size", [-3, 2.0, 2.5, True, np.True_, None, "4", jnp.array(3), 2**31]
 )
 @pytest.mark.parametrize("validate_args", [None, False, True])
 def test_bad_size_is_refused_always(size, validate_args):
@@ -848,3 +848,10 @@ def test_a_prior_can_be_written_outside_the_package():
     assert jax.tree.leaves(prior) == [10.0]
     with pytest.raises(ValueError, match="`boxes` got 0"):
         FixedNumber(0.0, 4, validate_args=True)
+
+
+def test_a_table_without_rows_has_one_partition():
+    prior = PitmanYorProcess(1.0, 0.5, 0)
+    draw = prior.sample(random.key(0), (3,))
+    assert draw.shape == (3, 0)
+    assert float(prior.log_prob(draw[0])) == 0.0

@@ -1,0 +1,236 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Benchmark: cost of a row move
+=============================
+
+Times sweeps of collapsed Gibbs moves through :meth:`numpyro.infer.MCMC.run` on planted
+clusters: categorical and real columns, several numbers of columns, of occupied clusters
+and of rows. Each case runs in a process of its own, so that its compile time and peak
+memory are its own too.
+
+A time is that of a whole step, membership, random numbers and the draw of every
+cluster's parameters included, divided by the number of moves. The floor is what a
+prototype of the bare move took on a 2-core x86 machine; compare ratios within one run,
+since machines differ.
+
+    python examples/benchmarks/row_moves.py            # the table, about 5 minutes
+    python examples/benchmarks/row_moves.py --quick    # three cases
+    python examples/benchmarks/row_moves.py --large    # memory of annealing 10^6 x 68
+"""
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+FLOORS = {  # (kind, columns, capacity): microseconds a move
+    ("categorical", 68, 64): 6.0,
+    ("real", 63, 32): 10.0,
+    ("categorical", 2, 64): 4.0,
+    ("real", 2, 32): 4.0,
+    ("real", 2, 64): 4.0,
+}
+NUM_CATEGORIES = 16
+
+
+def planted(kind, num_rows, num_columns, num_clusters, seed=0):
+    """Well-separated clusters: data ``[rows, columns]`` and the cluster of each row."""
+    rng = np.random.default_rng(seed)
+    z = np.arange(num_rows) % num_clusters
+    if kind == "real":
+        loc = rng.normal(size=(num_clusters, num_columns)) * 5
+        if num_columns <= 2:  # on a grid, or they would overlap
+            side = int(np.ceil(num_clusters**0.5))
+            grid = np.stack(np.unravel_index(np.arange(num_clusters), (side, side)), 1)
+            loc = 12.0 * grid[:, :num_columns]
+        x = np.empty((num_rows, num_columns), np.float32)
+        for start in range(0, num_rows, 100_000):
+            part = z[start : start + 100_000]
+            x[start : start + 100_000] = loc[part] + rng.normal(
+                size=(len(part), num_columns)
+            )
+        return x, z
+    # Each cluster has a favoured category in each column. In few columns there are not
+    # enough categories to keep many clusters apart; they merge while the sweeps run.
+    favoured = rng.integers(NUM_CATEGORIES, size=(num_clusters, num_columns))
+    if num_columns == 2:
+        pairs = np.unravel_index(
+            np.arange(num_clusters) * 5 % NUM_CATEGORIES**2,
+            (NUM_CATEGORIES, NUM_CATEGORIES),
+        )
+        favoured = np.stack(pairs, 1)
+    x = np.empty((num_rows, num_columns), np.int32)
+    for start in range(0, num_rows, 100_000):
+        part = z[start : start + 100_000]
+        noise = rng.integers(NUM_CATEGORIES, size=(len(part), num_columns))
+        keep = rng.random((len(part), num_columns)) < 0.95
+        x[start : start + 100_000] = np.where(keep, favoured[part], noise)
+    return x, z
+
+
+def make_model(kind, capacity):
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+
+    from numpyro_subanneal import ChineseRestaurantProcess
+
+    def model(x):
+        num_rows, num_columns = x.shape
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=num_rows))
+        with numpyro.plate("columns", num_columns, dim=-1):
+            with numpyro.plate("clusters", capacity, dim=-2):
+                if kind == "real":
+                    var = numpyro.sample("var", dist.InverseGamma(2.0, 1.0))
+                    loc = numpyro.sample("loc", dist.Normal(0.0, jnp.sqrt(var / 0.01)))
+                else:
+                    concentration = jnp.full(NUM_CATEGORIES, 0.1)
+                    probs = numpyro.sample("probs", dist.Dirichlet(concentration))
+            with numpyro.plate("rows", num_rows, dim=-2):
+                if kind == "real":
+                    fn = dist.Normal(loc[z], jnp.sqrt(var[z]))
+                else:
+                    fn = dist.Categorical(probs[z])
+                numpyro.sample("x", fn, obs=x)
+
+    return model
+
+
+def peak_mb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
+    import jax
+    from jax import random
+    from numpyro.infer import MCMC
+
+    from numpyro_subanneal import SubsampleAnnealedGibbs
+
+    x, z = planted(kind, num_rows, num_columns, num_clusters)
+    num_samples = max(1, moves // num_rows)
+    mcmc = MCMC(
+        SubsampleAnnealedGibbs(make_model(kind, capacity)),
+        num_warmup=0,
+        num_samples=num_samples,
+        progress_bar=False,
+        jit_model_args=True,
+    )
+    times = []
+    for seed in range(4):
+        start = time.perf_counter()
+        mcmc.run(
+            random.key(seed),
+            x,
+            init_params={"z": z.astype(np.int32)},
+            extra_fields=("~z.z",),
+        )
+        jax.block_until_ready(mcmc.last_state)
+        times.append(time.perf_counter() - start)
+    best = min(times[1:])
+    extra = mcmc.get_extra_fields()
+    return {
+        "us": best / (num_samples * num_rows) * 1e6,
+        "compile": times[0] - best,
+        "occupied": float(extra["num_clusters"].mean()),
+        "peak": peak_mb(),
+    }
+
+
+def run_large(num_rows, num_columns, num_warmup):
+    import jax
+    from jax import random
+    from numpyro.infer import MCMC
+
+    from numpyro_subanneal import SubsampleAnnealedGibbs
+
+    x, _ = planted("categorical", num_rows, num_columns, 20)
+    before = peak_mb()
+    mcmc = MCMC(
+        SubsampleAnnealedGibbs(make_model("categorical", 64)),
+        num_warmup=num_warmup,
+        num_samples=1,
+        progress_bar=False,
+        jit_model_args=True,
+    )
+    start = time.perf_counter()
+    mcmc.run(random.key(0), x, extra_fields=("~z.z",))
+    jax.block_until_ready(mcmc.last_state)
+    seconds = time.perf_counter() - start
+    data = x.nbytes / 2**20
+    print(
+        f"{num_rows} x {num_columns} categorical, {num_warmup} warm-up steps and a "
+        f"sweep: {seconds:.0f} s in all, {int(mcmc.last_state.num_clusters)} clusters"
+    )
+    print(
+        f"data {data:.0f} MB; peak {peak_mb():.0f} MB, of which {before:.0f} MB before "
+        f"the run (Python, libraries, data): the run added {peak_mb() - before:.0f} MB, "
+        f"{(peak_mb() - before) / data:.2f} times the data"
+    )
+
+
+def main(args):
+    if args.case is not None:
+        print(json.dumps(run_case(**json.loads(args.case))))
+        return
+    if args.large:
+        run_large(args.num_rows, 68, args.num_warmup)
+        return
+    cases = [
+        (kind, num_rows, num_columns, num_clusters, 64)
+        for kind in ("categorical", "real")
+        for num_columns in (2, 16, 68)
+        for num_clusters in (5, 20, 50)
+        for num_rows in (1_000, 100_000)
+    ]
+    reference = [("real", n, d, 15, 32) for d in (63, 2) for n in (1_000, 100_000)]
+    if args.quick:
+        cases, reference = [("categorical", 1_000, 2, 5, 64)], reference[2:3]
+    print(f"{platform.machine()}, {platform.python_version()}, {time.strftime('%F')}")
+    print(
+        f"{'kind':<12}{'columns':>8}{'rows':>8}{'capacity':>9}{'occupied':>9}"
+        f"{'us/move':>9}{'floor':>7}{'ratio':>7}{'ns/cell':>9}{'compile s':>10}"
+        f"{'peak MB':>9}"
+    )
+    for kind, num_rows, num_columns, num_clusters, capacity in cases + reference:
+        case = dict(
+            kind=kind,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            num_clusters=num_clusters,
+            capacity=capacity,
+            moves=args.moves,
+        )
+        done = subprocess.run(
+            [sys.executable, __file__, "--case", json.dumps(case)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        r = json.loads(done.stdout.splitlines()[-1])
+        floor = FLOORS.get((kind, num_columns, capacity))
+        print(
+            f"{kind:<12}{num_columns:>8}{num_rows:>8}{capacity:>9}{r['occupied']:>9.1f}"
+            f"{r['us']:>9.2f}{floor or '':>7}"
+            f"{'' if floor is None else format(r['us'] / floor, '.2f'):>7}"
+            f"{r['us'] / num_columns * 1e3:>9.0f}{r['compile']:>10.1f}{r['peak']:>9.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--moves", type=int, default=200_000, help="moves timed a case")
+    parser.add_argument("--quick", action="store_true", help="two small cases")
+    parser.add_argument("--large", action="store_true", help="memory at 10^6 rows")
+    parser.add_argument("--num-rows", type=int, default=1_000_000, help="with --large")
+    parser.add_argument("--num-warmup", type=int, default=5, help="with --large")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    main(parser.parse_args())
