@@ -207,11 +207,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     def init(self, rng_key, num_warmup, init_params, model_args, model_kwargs):
         model_kwargs = {} if model_kwargs is None else model_kwargs
-        # A chain run by `chain_method="parallel"` traces `init`; the model and the data
-        # are concrete all the same, and are read here and now.
-        with jax.ensure_compile_time_eval():
-            self._recognise(model_args, model_kwargs)
-            steps = self._schedule.checked_steps(self._plan.num_rows, num_warmup)
+        self._recognise(model_args, model_kwargs)
+        steps = self._schedule.checked_steps(self._plan.num_rows, num_warmup)
         z = self._check_init_params(init_params, num_warmup)
         init_fn, sample_fn = self._init_fn, self._sample_one
         if not is_prng_key(rng_key):
@@ -316,7 +313,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     def _sample_one(self, state, args, kwargs):
         plan = self._plan
-        rng_key, key_moves, key_theta = random.split(state.rng_key, 3)
+        num_blocks = len(plan.blocks)
+        rng_key, key_moves, *keys = random.split(state.rng_key, 2 + num_blocks)
         prior, components, _ = planning.read(plan, self._model, args, kwargs)
         added, churned = self._moves(state, plan.num_rows)
         clusters, subsample, refused = rows.run_step(
@@ -331,7 +329,6 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         )
         clusters = rows.relabel(clusters)
         z = {plan.partition: clusters.z}
-        keys = random.split(key_theta, len(components))
         for c, stats, key in zip(components, clusters.stats, keys, strict=True):
             z |= c.block.draw(key, c.hyper, stats)
         return SubsampleAnnealedGibbsState(

@@ -116,8 +116,8 @@ def _is_masked(fn: dist.Distribution) -> bool:
     return isinstance(fn, dist.MaskedDistribution)
 
 
-def _trace(model: Model, args: Args, kwargs: Kwargs, substitute_fn) -> dict:
-    seeded = handlers.seed(model, random.key(0))
+def _trace(model: Model, args: Args, kwargs: Kwargs, substitute_fn, seed=0) -> dict:
+    seeded = handlers.seed(model, random.key(seed))
     substituted = handlers.substitute(seeded, substitute_fn=substitute_fn)
     return handlers.trace(substituted).get_trace(*args, **kwargs)
 
@@ -524,12 +524,11 @@ class _Reader:
             # Computed inside the model: evaluate just that.
             fn, arrays = with_array_arguments(self.args, self.kwargs)
 
-            @jax.jit
             def compute(arrays):
                 trace = _trace(self.model, *fn(arrays), init_to_sample)
                 return {name: trace[name]["value"] for name in traced}
 
-            values |= compute(arrays)
+            values |= _compile(compute, arrays)(arrays)
         return {name: np.asarray(value) for name, value in values.items()}
 
     def _check_data(
@@ -578,6 +577,14 @@ def with_array_arguments(args, kwargs):
         )
 
     return rebuild, arrays
+
+
+def _compile(fn, *args):
+    """
+    `fn`, compiled for arguments like `args`. Calls are executed there and then, also
+    while JAX traces the caller: `MCMC` traces `init` when it runs chains in parallel.
+    """
+    return jax.jit(fn).lower(*args).compile()
 
 
 _TOLERANCE = 1e-6
@@ -632,28 +639,25 @@ class _Prober:
         self.hyper: dict[str, dict[str, np.ndarray]] = {}
         # Rows spread over the table, the first and the last among them.
         self.rows = np.unique(np.linspace(0, num_rows - 1, 5).astype(int))
-        self._evaluate = jax.jit(self._compute)
-        self.theta = [self._random_theta(seed) for seed in range(2)]
+        seed = np.uint32(0)
+        draw = _compile(self._random_theta, seed, self.arrays)
+        self.theta = [jax.device_get(draw(seed + i, self.arrays)) for i in range(2)]
+        z = np.zeros(num_rows, np.int32)
+        self._evaluate = _compile(self._compute, z, self.theta[0], self.arrays)
 
-    def _random_theta(self, seed):
+    def _random_theta(self, seed, arrays):
         """Values of the cluster sites, spread over their supports."""
 
-        @jax.jit
-        def draw(rng_key, arrays):
-            def pick(site):
-                if site["name"] == self.partition:
-                    return jnp.zeros(self.num_rows, jnp.int32)
-                if site["type"] == "sample" and not site["is_observed"]:
-                    return init_to_uniform(site, radius=1)
-                return None
+        def pick(site):
+            if site["name"] == self.partition:
+                return jnp.zeros(self.num_rows, jnp.int32)
+            if site["type"] == "sample" and not site["is_observed"]:
+                return init_to_uniform(site, radius=1)
+            return None
 
-            args, kwargs = self.rebuild(arrays)
-            seeded = handlers.seed(self.model, rng_key)
-            substituted = handlers.substitute(seeded, substitute_fn=pick)
-            trace = handlers.trace(substituted).get_trace(*args, **kwargs)
-            return {n: trace[n]["value"] for _, s in self.shapes for _, n in s.roles}
-
-        return draw(random.key(seed), self.arrays)
+        args, kwargs = self.rebuild(arrays)
+        trace = _trace(self.model, args, kwargs, pick, seed)
+        return {n: trace[n]["value"] for _, s in self.shapes for _, n in s.roles}
 
     def _compute(self, z, theta, arrays):
         args, kwargs = self.rebuild(arrays)
@@ -689,7 +693,7 @@ class _Prober:
         return out, _peel(trace[self.partition]["fn"])
 
     def evaluate(self, z, theta) -> dict[str, _Values]:
-        z = jnp.asarray(z, jnp.int32)
+        z = np.asarray(z, np.int32)
         values, self.prior = jax.device_get(self._evaluate(z, theta, self.arrays))
         return values
 
@@ -741,8 +745,8 @@ class _Prober:
         values = self.evaluate(z, theta)
         for pair, shape in self.shapes:
             got = values[shape.name].parameters
-            by_role = {r: np.asarray(theta[c])[z[self.rows]] for r, c in shape.roles}
-            expected = jax.device_get(pair.parameters(by_role))
+            by_role = {r: theta[c][z[self.rows]] for r, c in shape.roles}
+            expected = _compile(pair.parameters, by_role)(by_role)
             for name, value in got.items():
                 if not _close(value, expected[name]):
                     self._say_why(pair, shape, name, z, theta, value, expected[name])
@@ -750,7 +754,7 @@ class _Prober:
     def _say_why(self, pair, shape, name, z, theta, value, expected) -> None:
         """Tell in which way parameter `name` of a likelihood is not the pair's own."""
         site = f"observed site '{shape.name}'"
-        clusters = {c: np.asarray(theta[c]) for _, c in shape.roles}
+        clusters = {c: theta[c] for _, c in shape.roles}
 
         def parameter(z, theta):
             return self.evaluate(z, theta)[shape.name].parameters[name]
@@ -769,7 +773,8 @@ class _Prober:
             moved = dict(theta)
             used = int(z[self.rows[0]])
             other = clusters[cluster][(used + 1) % self.capacity]
-            moved[cluster] = jnp.asarray(clusters[cluster]).at[used].set(other)
+            moved[cluster] = clusters[cluster].copy()
+            moved[cluster][used] = other
             elsewhere = z[self.rows] != used
             change = parameter(z, moved)
             if not _close(change[elsewhere], value[elsewhere]):
@@ -797,17 +802,23 @@ class _Prober:
         ``log p(x | theta) + log p(theta) - log p(theta | x) = log m(x)``, the first two
         by the user's model, the others by the pair, at a theta near the posterior.
         """
+        shift = np.float64(0)
+        bayes = {}
+        for pair, shape in self.shapes:
+            given = self.hyper[shape.name], data[shape.name][0]
+            bayes[shape.name] = _compile(partial(_bayes, pair, shape), *given, shift)
         for i, row in enumerate(self.rows):
             z = np.zeros(self.num_rows, int)
-            theta, expected, log_posterior = dict(self.theta[1]), {}, {}
-            for pair, shape in self.shapes:
-                x = jnp.asarray(data[shape.name][row])
-                hyper = self.hyper[shape.name]
+            theta, expected, log_posterior = {}, {}, {}
+            for _, shape in self.shapes:
                 at, log_posterior[shape.name], expected[shape.name] = jax.device_get(
-                    _bayes(pair, shape, hyper, x, 1 / (2 + i))
+                    bayes[shape.name](
+                        self.hyper[shape.name], data[shape.name][row], 1 / (2 + i)
+                    )
                 )
                 for role, cluster in shape.roles:
-                    theta[cluster] = theta[cluster].at[0].set(at[role])
+                    theta[cluster] = self.theta[1][cluster].copy()
+                    theta[cluster][0] = at[role]
             values = self.evaluate(z, theta)
             for pair, shape in self.shapes:
                 _, log_prob, _, log_prior = values[shape.name]
@@ -826,7 +837,6 @@ class _Prober:
                     )
 
 
-@partial(jax.jit, static_argnums=(0, 1))
 def _bayes(pair: AbstractConjugatePair, shape: SiteShape, hyper: Hyper, x, shift):
     """
     Given one row `x`, for every feature: a point theta inside the posterior, its log

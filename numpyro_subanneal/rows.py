@@ -61,6 +61,10 @@ class Clusters(NamedTuple):
 # its random numbers (chunk x clusters floats) in cache.
 _CHUNK = 4096
 
+# Gumbel noise is made in blocks of so many clusters, by one loop: code for random numbers
+# is what takes longest to compile.
+_NOISE = 16
+
 
 def widths(capacity: int) -> tuple[int, ...]:
     """
@@ -119,26 +123,22 @@ def run_step(
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
     clusters = collect(components, z, capacity)
-    key_churn, key_moves = random.split(rng_key)
 
     def unfinished(carry):
         churn = carry[2]
         return over_chains(churn.left) > 0
 
     def run_chunk(carry):
-        clusters, subsample, churn, refused, key_churn, key_moves = carry
-        key_churn, key_now = random.split(key_churn)
-        subsample, churn, moves = draw_moves(key_now, subsample, churn, chunk)
-        key_moves, key_now = random.split(key_moves)
-        clusters, more = _run_moves(key_now, prior, components, clusters, moves)
-        return clusters, subsample, churn, refused + more, key_churn, key_moves
+        clusters, subsample, churn, refused, rng_key = carry
+        rng_key, key_churn, key_moves = random.split(rng_key, 3)
+        subsample, churn, moves = draw_moves(key_churn, subsample, churn, chunk)
+        clusters, more = _run_moves(key_moves, prior, components, clusters, moves)
+        return clusters, subsample, churn, refused + more, rng_key
 
     churn = Churn.start(added, churned)
     refused = jnp.zeros((), jnp.int32)
-    clusters, subsample, _, refused, _, _ = lax.while_loop(
-        unfinished,
-        run_chunk,
-        (clusters, subsample, churn, refused, key_churn, key_moves),
+    clusters, subsample, _, refused, _ = lax.while_loop(
+        unfinished, run_chunk, (clusters, subsample, churn, refused, rng_key)
     )
     return clusters, subsample, refused
 
@@ -167,6 +167,8 @@ def _run_moves(
 ) -> tuple[Clusters, Array]:
     capacity = clusters.counts.shape[0]
     ladder = widths(capacity)
+    chunk = moves.enters.shape[0]
+    num_blocks = -(-capacity // _NOISE)
 
     def unfinished(carry):
         position = carry[0]
@@ -175,25 +177,32 @@ def _run_moves(
     def run_segment(carry):
         # Each segment ends with the chunk, or when its width has no room left; then the
         # next goes on at a larger width.
-        position, clusters, refused, rng_key = carry
+        position, clusters, refused, noise, segment = carry
         needed = over_chains(_room(clusters.counts))
         rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
-        rng_key, *keys = random.split(rng_key, len(ladder) + 1)
-        for i, (width, key_noise) in enumerate(zip(ladder, keys, strict=True)):
+
+        def fill(block, noise):
+            key = random.fold_in(rng_key, segment * num_blocks + block)
+            return noise.at[block].set(random.gumbel(key, (chunk, _NOISE)))
+
+        used = -(-jnp.asarray(ladder)[rung] // _NOISE)
+        noise = lax.fori_loop(0, used, fill, noise)
+        for i, width in enumerate(ladder):
             position, clusters, refused = _run_at_width(
-                key_noise,
                 prior,
                 components,
                 (position, clusters, refused),
                 moves,
+                noise,
                 width,
                 selected=rung == i,
             )
-        return position, clusters, refused, rng_key
+        return position, clusters, refused, noise, segment + 1
 
     zero = jnp.zeros((), jnp.int32)
-    _, clusters, refused, _ = lax.while_loop(
-        unfinished, run_segment, (zero, clusters, zero, rng_key)
+    noise = jnp.zeros((num_blocks, chunk, _NOISE))
+    _, clusters, refused, _, _ = lax.while_loop(
+        unfinished, run_segment, (zero, clusters, zero, noise, zero)
     )
     return clusters, refused
 
@@ -209,22 +218,16 @@ def _room(counts: Array) -> Array:
     return jnp.maximum(last, occupied + 2 + occupied // 8)
 
 
-def _run_at_width(rng_key, prior, components, carry, moves, width, selected):
-    """Moves from `position` on while there is room in `width` clusters, if `selected`."""
+def _run_at_width(prior, components, carry, moves, noise, width, selected):
+    """
+    Moves from `position` on while there is room in `width` clusters, if `selected`.
+
+    Not selected means no iteration, rather than a branch of `lax.cond`: a branch would
+    copy the assignments. What is made ahead of the loop is small.
+    """
     position, clusters, refused = carry
-    chunk = moves.enters.shape[0]
     num_rows = clusters.z.shape[0]
     capacity = clusters.counts.shape[0]
-
-    # NB: not selected means no iteration, rather than a branch of `lax.cond`: a branch
-    # would copy the assignments. What is made ahead of the loop is small, but for the
-    # noise.
-    noise = lax.cond(
-        selected,
-        lambda key: random.gumbel(key, (chunk, width)),
-        lambda key: jnp.zeros((chunk, width)),
-        rng_key,
-    )
     narrow = Clusters(
         clusters.z,
         clusters.counts[:width],
@@ -244,6 +247,7 @@ def _run_at_width(rng_key, prior, components, carry, moves, width, selected):
         return over_chains(live(loop).astype(jnp.int32)) > 0
 
     slots = jnp.arange(width, dtype=jnp.int32)
+    num_blocks = -(-width // _NOISE)
 
     def leaving_from(z, position):
         # Past the chunk's end this is never used.
@@ -280,7 +284,9 @@ def _run_at_width(rng_key, prior, components, carry, moves, width, selected):
             components, stats, loop.tables, taken, xs, strict=True
         ):
             log_weight = log_weight + c.block.score(c.hyper, s, t, out, x)
-        k = jnp.argmax(log_weight + noise[loop.position]).astype(jnp.int32)
+        # Gumbel-max.
+        gumbel = noise[:num_blocks, loop.position].reshape(-1)[:width]
+        k = jnp.argmax(log_weight + gumbel).astype(jnp.int32)
         counts = counts + jnp.where(on & (slots == k), 1, 0)
         changed = [
             c.block.put(c.hyper, s, t, out, x, k, on)

@@ -9,7 +9,7 @@ author of a pair writes the first; :class:`DenseBlock` makes the second out of i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -331,7 +331,7 @@ class DenseBlock(AbstractBlock):
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)
         posterior = jax.tree.map(jnp.transpose, posterior)
-        return self.unpack(self.pair.theta(posterior, _Sampler(rng_key)))
+        return self.unpack(self.pair.theta(posterior, _Sampler(rng_key, self.pair.prior)))
 
     def _map(self, fn, hyper, stats):
         over_clusters = jax.vmap(fn, in_axes=(None, -1), out_axes=-1)
@@ -367,15 +367,15 @@ def _read(array: Array, k: Array) -> Array:
 
 
 class _Sampler:
-    """`SampleFn` that draws; a fresh key for every role."""
+    """`SampleFn` that draws; a key for every role."""
 
-    def __init__(self, rng_key: Array):
-        self._rng_key = rng_key
+    def __init__(self, rng_key: Array, roles: Iterable[str]):
+        roles = list(roles)
+        keys = random.split(rng_key, len(roles))
+        self._keys = dict(zip(roles, keys, strict=True))
 
     def __call__(self, role: str, fn: dist.Distribution) -> Array:
-        del role
-        self._rng_key, rng_key = random.split(self._rng_key)
-        return draw(rng_key, fn)
+        return draw(self._keys[role], fn)
 
 
 def draw(rng_key: Array, fn: dist.Distribution) -> Array:
@@ -400,9 +400,9 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
 
     Rejection from a transformed normal, all variates at once: Marsaglia and Tsang
     (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``, ibid.
-    section 6, in logarithms, so that a small concentration does not underflow. The few
-    that the first round rejects (at most 5%) are gathered and tried again until none is
-    left.
+    section 6, in logarithms, so that a small concentration does not underflow. A window
+    at a time; the few that are rejected (at most 5%) are gathered into windows and tried
+    again until none is left.
 
     **References:**
 
@@ -410,31 +410,35 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     """
     shape = jnp.shape(concentration)
     a = jnp.ravel(concentration)
-    tiny = jnp.finfo(a.dtype).tiny
-    key_first, key_retry = random.split(rng_key)
-    d = jnp.where(a < 1, a + 1, a) - 1 / 3
-
-    # One call for all uniforms: each takes a fifth of a second to compile.
-    u = random.uniform(key_first, (3, a.size), a.dtype, minval=tiny)
-    value, accepted = _propose(u[:2], d)
-    width = max(1, a.size // 8)
+    size = a.size
+    num_windows = 8 if size >= 1024 else 1
+    window = -(-size // num_windows)
 
     def unfinished(carry):
         return ~jnp.all(carry[1])
 
-    def retry(carry):
-        value, accepted, rng_key = carry
-        rng_key, key_round = random.split(rng_key)
-        (open_,) = jnp.nonzero(~accepted, size=width, fill_value=a.size)
-        again = random.uniform(key_round, (2, width), a.dtype, minval=tiny)
-        again, ok = _propose(again, d.at[open_].get(mode="clip"))
-        value = value.at[open_].set(again, mode="drop")
-        accepted = accepted.at[open_].set(ok, mode="drop")
-        return value, accepted, rng_key
+    def attempt(carry):
+        value, done, i = carry
+        index = lax.cond(
+            i < num_windows,
+            lambda: i * window + jnp.arange(window),
+            lambda: jnp.nonzero(~done, size=window, fill_value=size)[0],
+        )
+        shift = a.at[index].get(mode="clip")
+        # One call for all random numbers: each takes long to compile.
+        u = random.uniform(
+            random.fold_in(rng_key, i),
+            (3, window),
+            a.dtype,
+            minval=jnp.finfo(a.dtype).tiny,
+        )
+        proposed, accepted = _propose(u[:2], jnp.where(shift < 1, shift + 1, shift) - 1 / 3)
+        proposed = proposed + jnp.where(shift < 1, jnp.log(u[2]) / shift, 0)
+        value = value.at[index].set(proposed, mode="drop")
+        return value, done.at[index].set(accepted, mode="drop"), i + 1
 
-    value, _, _ = lax.while_loop(unfinished, retry, (value, accepted, key_retry))
-    value = value + jnp.where(a < 1, jnp.log(u[2]) / a, 0)
-    return value.reshape(shape)
+    start = jnp.zeros_like(a), jnp.zeros(size, bool), jnp.zeros((), jnp.int32)
+    return lax.while_loop(unfinished, attempt, start)[0].reshape(shape)
 
 
 def _propose(u, d):
