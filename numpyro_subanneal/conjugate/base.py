@@ -401,8 +401,7 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     Rejection from a transformed normal, all variates at once: Marsaglia and Tsang
     (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``, ibid.
     section 6, in logarithms, so that a small concentration does not underflow. A window
-    at a time; the few that are rejected (at most 5%) are gathered into windows and tried
-    again until none is left.
+    of variates at a time: those that were rejected (at most 5%), then new ones.
 
     **References:**
 
@@ -411,19 +410,14 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     shape = jnp.shape(concentration)
     a = jnp.ravel(concentration)
     size = a.size
-    num_windows = 8 if size >= 1024 else 1
-    window = -(-size // num_windows)
+    window = min(size, max(1024, size // 16))
+    place = jnp.arange(window)
 
     def unfinished(carry):
-        return ~jnp.all(carry[1])
+        return carry[1][0] < size
 
     def attempt(carry):
-        value, done, i = carry
-        index = lax.cond(
-            i < num_windows,
-            lambda: i * window + jnp.arange(window),
-            lambda: jnp.nonzero(~done, size=window, fill_value=size)[0],
-        )
+        value, index, fresh, i = carry
         shift = a.at[index].get(mode="clip")
         # One call for all random numbers: each takes long to compile.
         u = random.uniform(
@@ -432,18 +426,27 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
             a.dtype,
             minval=jnp.finfo(a.dtype).tiny,
         )
-        proposed, accepted = _propose(u[:2], jnp.where(shift < 1, shift + 1, shift) - 1 / 3)
-        proposed = proposed + jnp.where(shift < 1, jnp.log(u[2]) / shift, 0)
-        value = value.at[index].set(proposed, mode="drop")
-        return value, done.at[index].set(accepted, mode="drop"), i + 1
+        boosted = shift < 1
+        proposed, accepted = _propose(u[:2], jnp.where(boosted, shift + 1, shift))
+        proposed = proposed + jnp.where(boosted, jnp.log(u[2]) / shift, 0)
+        value = value.at[jnp.where(accepted, index, size)].set(proposed, mode="drop")
+        # Those rejected come first in the next window.
+        again = ~accepted & (index < size)
+        (rejected,) = jnp.nonzero(again, size=window, fill_value=0)
+        num_rejected = again.sum(dtype=jnp.int32)
+        next_new = fresh + place - num_rejected
+        index = jnp.where(place < num_rejected, index[rejected], next_new)
+        return value, index, fresh + window - num_rejected, i + 1
 
-    start = jnp.zeros_like(a), jnp.zeros(size, bool), jnp.zeros((), jnp.int32)
+    zero = jnp.zeros((), jnp.int32)
+    start = jnp.zeros_like(a), place.astype(jnp.int32), zero + window, zero
     return lax.while_loop(unfinished, attempt, start)[0].reshape(shape)
 
 
-def _propose(u, d):
-    """Logarithms of proposed gamma variates, and which are accepted; `u` ``[2, n]`` is
-    uniform on (0, 1)."""
+def _propose(u, a):
+    """Logarithms of proposed gamma variates for ``a >= 1``, and which are accepted; `u`
+    ``[2, n]`` is uniform on (0, 1)."""
+    d = a - 1 / 3
     tiny = jnp.finfo(d.dtype).tiny
     low = jnp.nextafter(jnp.asarray(-1, d.dtype), jnp.asarray(0, d.dtype))
     x = jnp.sqrt(2).astype(d.dtype) * erfinv(jnp.maximum(2 * u[0] - 1, low))
