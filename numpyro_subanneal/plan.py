@@ -589,6 +589,10 @@ def _compile(fn, *args):
 
 _TOLERANCE = 1e-6
 
+# Rows at which the model is looked at: all, or so many at random.
+_NUM_PROBED = 2000
+_NUM_CERTIFIED = 5
+
 
 class _Values(NamedTuple):
     """
@@ -637,13 +641,17 @@ class _Prober:
         self.rng = np.random.default_rng(0)
         self.rebuild, self.arrays = with_array_arguments(args, kwargs)
         self.hyper: dict[str, dict[str, np.ndarray]] = {}
-        # Rows spread over the table, the first and the last among them.
-        self.rows = np.unique(np.linspace(0, num_rows - 1, 5).astype(int))
+        # The first ones, spread over the table, are those of the certificate.
+        spread = np.linspace(0, num_rows - 1, _NUM_CERTIFIED).astype(np.int32)
+        others = self.rng.permutation(num_rows)[:_NUM_PROBED].astype(np.int32)
+        self.rows = np.concatenate([spread, others])
         seed = np.uint32(0)
         draw = _compile(self._random_theta, seed, self.arrays)
         self.theta = [jax.device_get(draw(seed + i, self.arrays)) for i in range(2)]
         z = np.zeros(num_rows, np.int32)
-        self._evaluate = _compile(self._compute, z, self.theta[0], self.arrays)
+        self._evaluate = _compile(
+            self._compute, z, self.theta[0], self.rows, self.arrays
+        )
 
     def _random_theta(self, seed, arrays):
         """Values of the cluster sites, spread over their supports."""
@@ -659,7 +667,7 @@ class _Prober:
         trace = _trace(self.model, args, kwargs, pick, seed)
         return {n: trace[n]["value"] for _, s in self.shapes for _, n in s.roles}
 
-    def _compute(self, z, theta, arrays):
+    def _compute(self, z, theta, rows, arrays):
         args, kwargs = self.rebuild(arrays)
         values = {self.partition: z, **theta}
 
@@ -669,8 +677,6 @@ class _Prober:
         trace = _trace(self.model, args, kwargs, pick)
         out = {}
         for pair, shape in self.shapes:
-            # Parameters at the probed rows only: XLA pushes the selection through the
-            # gather by cluster, so that nothing the size of the table is made.
             base = _peel(trace[shape.name]["fn"])
             batch = (self.num_rows, *shape.feature_shape)
             parameters = {}
@@ -678,8 +684,10 @@ class _Prober:
                 value = jnp.asarray(getattr(base, name))
                 event_dim = type(base).arg_constraints[name].event_dim
                 event = value.shape[value.ndim - event_dim :]
-                parameters[name] = jnp.broadcast_to(value, batch + event)[self.rows]
-            x = jnp.asarray(trace[shape.name]["value"])[self.rows]
+                # NB: XLA pushes the selection of rows through the gather by cluster, so
+                # that nothing of the table's size is made.
+                parameters[name] = jnp.broadcast_to(value, batch + event)[rows]
+            x = jnp.asarray(trace[shape.name]["value"])[rows]
             log_prob = type(base)(**parameters).log_prob(x)
             log_prior = sum(
                 jnp.broadcast_to(
@@ -694,14 +702,16 @@ class _Prober:
 
     def evaluate(self, z, theta) -> dict[str, _Values]:
         z = np.asarray(z, np.int32)
-        values, self.prior = jax.device_get(self._evaluate(z, theta, self.arrays))
+        values, self.prior = jax.device_get(
+            self._evaluate(z, theta, self.rows, self.arrays)
+        )
         return values
 
     def _assignments(self):
         """Random assignments; neighbouring probed rows share a cluster, so that rows in
         the same cluster and rows in different ones are both seen."""
         z = self.rng.integers(self.capacity, size=self.num_rows)
-        z[self.rows] = (np.arange(len(self.rows)) // 2) % self.capacity
+        z[self.rows[:4]] = (np.arange(min(4, len(self.rows))) // 2) % self.capacity
         return z
 
     def check_prior(self) -> None:
@@ -744,10 +754,9 @@ class _Prober:
         theta = self.theta[0]
         values = self.evaluate(z, theta)
         for pair, shape in self.shapes:
-            got = values[shape.name].parameters
             by_role = {r: theta[c][z[self.rows]] for r, c in shape.roles}
-            expected = _compile(pair.parameters, by_role)(by_role)
-            for name, value in got.items():
+            expected = jax.device_get(_compile(pair.parameters, by_role)(by_role))
+            for name, value in values[shape.name].parameters.items():
                 if not _close(value, expected[name]):
                     self._say_why(pair, shape, name, z, theta, value, expected[name])
 
@@ -791,9 +800,12 @@ class _Prober:
                 "The likelihood of a row may depend on the row through its cluster only "
                 "(no covariates, no row-dependent offsets)."
             )
+        scale = np.maximum(np.abs(value), np.abs(expected))
+        worst = np.argmax(np.abs(value - expected) > _TOLERANCE * scale)
+        got, wanted = float(value.flat[worst]), float(expected.flat[worst])
         raise NotRecognised(
             f"Parameter `{name}` of {site} is not what {pair_name(pair)} expects "
-            f"(for one row it is {_first(value)}, expected {_first(expected)}). "
+            f"(for one row it is {got:.4g}, expected {wanted:.4g}). "
             f"{pair.form}"
         )
 
@@ -807,7 +819,7 @@ class _Prober:
         for pair, shape in self.shapes:
             given = self.hyper[shape.name], data[shape.name][0]
             bayes[shape.name] = _compile(partial(_bayes, pair, shape), *given, shift)
-        for i, row in enumerate(self.rows):
+        for i, row in enumerate(self.rows[:_NUM_CERTIFIED]):
             z = np.zeros(self.num_rows, int)
             theta, expected, log_posterior = {}, {}, {}
             for _, shape in self.shapes:
@@ -821,7 +833,7 @@ class _Prober:
                     theta[cluster][0] = at[role]
             values = self.evaluate(z, theta)
             for pair, shape in self.shapes:
-                _, log_prob, _, log_prior = values[shape.name]
+                log_prob, log_prior = values[shape.name].log_prob, values[shape.name].log_prior
                 terms = log_prob[i], log_prior[0], -log_posterior[shape.name]
                 gap = np.abs(sum(terms) - expected[shape.name])
                 size = 1 + sum(np.abs(t) for t in terms) + np.abs(expected[shape.name])
@@ -880,10 +892,6 @@ def _close(a, b) -> bool:
     a, b = np.asarray(a), np.asarray(b)
     scale = np.maximum(np.abs(a), np.abs(b))
     return bool(np.all(np.abs(a - b) <= _TOLERANCE * scale))
-
-
-def _first(value) -> str:
-    return f"{float(np.asarray(value).flat[0]):.4g}"
 
 
 # --- reading values ------------------------------------------------------------------
