@@ -1,0 +1,144 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+r"""
+Dirichlet process mixtures of tables.
+
+Rows are partitioned by a Chinese restaurant process; given its cluster, each cell of a
+row is independent of the others (Obermeyer et al., 2014, section 2.1). The parameters of
+each cluster and column, their prior, which is centred on the column, and the names of the
+sites are those of :func:`~numpyro_subanneal.models.features.real_features` and
+:func:`~numpyro_subanneal.models.features.categorical_features`. The partition site is
+`z` ``[N]``.
+
+Data come first; bind the other arguments by :func:`functools.partial` where the model is
+run with ``jit_model_args=True``. The base measure is computed from the data, so that a
+draw of new data needs some, too:
+``Predictive(handlers.uncondition(dpmm.real), num_samples=1)(rng_key, x)``.
+
+**References:**
+
+1. *Scaling Nonparametric Bayesian Inference via Subsample-Annealing*, F. Obermeyer, J.
+   Glidden, E. Jonas (2014)
+"""
+
+from collections.abc import Sequence
+
+from numpyro_subanneal.models.features import (
+    categorical_features,
+    num_rows,
+    real_features,
+)
+
+import numpyro
+
+from numpyro_subanneal.distributions import ChineseRestaurantProcess
+from numpyro_subanneal.typing import Array
+
+__all__ = ["categorical", "mixed", "real"]
+
+
+def _partition(x: Array, concentration: float) -> Array:
+    prior = ChineseRestaurantProcess(concentration, size=num_rows(x))
+    return numpyro.sample("z", prior)
+
+
+def real(
+    x: Array,
+    num_clusters: int = 32,
+    concentration: float = 1.0,
+    *,
+    kappa: float = 0.3,
+    shape: float = 2.0,
+) -> None:
+    """
+    Real columns.
+
+    :param x: data ``[N, D]``, finite.
+    :param int num_clusters: capacity: how many clusters can be represented.
+    :param float concentration: of the Dirichlet process; about ``concentration * log N``
+        clusters are expected a priori.
+    :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
+    :param float shape: likewise.
+    :raises ValueError: naming the argument, or the cell of the data, that is not valid.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from jax import random
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_subanneal import SubsampleAnnealedGibbs
+        >>> from numpyro_subanneal.models import dpmm
+
+        >>> x = np.random.default_rng(0).normal(size=(90, 2))
+        >>> x[:30] -= 8
+        >>> x[60:] += 8
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(dpmm.real), num_warmup=10,
+        ...             num_samples=20, progress_bar=False)
+        >>> mcmc.run(random.key(0), x)
+        >>> z = mcmc.get_samples()["z"][-1]
+        >>> [int(label) for label in (z[0], z[45], z[89])]
+        [0, 1, 2]
+    """
+    z = _partition(x, concentration)
+    real_features(x, z, num_clusters, kappa=kappa, shape=shape)
+
+
+def categorical(
+    x: Array,
+    num_categories: Sequence[int],
+    num_clusters: int = 32,
+    concentration: float = 1.0,
+    *,
+    strength: float = 10.0,
+) -> None:
+    """
+    Columns of categories, of any numbers of categories.
+
+    :param x: integer codes ``[N, D]``, those of column d in ``0..num_categories[d] - 1``.
+    :param num_categories: number of categories of each column, a tuple.
+    :param int num_clusters: capacity: how many clusters can be represented.
+    :param float concentration: of the Dirichlet process; about ``concentration * log N``
+        clusters are expected a priori.
+    :param float strength: see
+        :func:`~numpyro_subanneal.models.features.categorical_features`.
+    :raises ValueError: naming the argument, or the cell of the data, that is not valid.
+    """
+    z = _partition(x, concentration)
+    categorical_features(x, num_categories, z, num_clusters, strength=strength)
+
+
+def mixed(
+    real: Array,
+    categorical: Array,
+    num_categories: Sequence[int],
+    num_clusters: int = 32,
+    concentration: float = 1.0,
+    *,
+    kappa: float = 0.3,
+    shape: float = 2.0,
+    strength: float = 10.0,
+) -> None:
+    """
+    Real columns and columns of categories of the same rows.
+
+    :param real: data ``[N, D]``, finite.
+    :param categorical: integer codes ``[N, D']``, those of column d in
+        ``0..num_categories[d] - 1``.
+    :param num_categories: number of categories of each column, a tuple.
+    :param int num_clusters: capacity: how many clusters can be represented.
+    :param float concentration: of the Dirichlet process; about ``concentration * log N``
+        clusters are expected a priori.
+    :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
+    :param float shape: likewise.
+    :param float strength: see
+        :func:`~numpyro_subanneal.models.features.categorical_features`.
+    :raises ValueError: naming the argument, or the cell of the data, that is not valid.
+    """
+    z = _partition(real, concentration)
+    real_features(real, z, num_clusters, kappa=kappa, shape=shape)
+    categorical_features(
+        categorical, num_categories, z, num_clusters, strength=strength
+    )

@@ -1,0 +1,23 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What must be set before JAX is imported, for the tests and for their subprocesses."""
+
+import os
+
+
+def pytest_configure(config):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Two devices, for chains in parallel; code that uses one is not touched by it.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        flags = f"{flags} --xla_force_host_platform_device_count=2"
+        os.environ["XLA_FLAGS"] = flags.strip()
+    # NumPyro compiles a program again at every `MCMC.run`. Compiled programs are kept by
+    # their content, so that a program is compiled once, also across runs of the suite
+    # (`pytest --cache-clear` empties it).
+    if getattr(config, "cache", None) is not None:
+        path = config.cache.mkdir("jax")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(path))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
