@@ -400,8 +400,9 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
 
     Rejection from a transformed normal, all variates at once: Marsaglia and Tsang
     (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``, ibid.
-    section 6, in logarithms, so that a small concentration does not underflow. A window
-    of variates at a time: those that were rejected (at most 5%), then new ones.
+    section 6, in logarithms, so that a small concentration does not underflow. All
+    variates are tried once, a window at a time; those that were rejected (at most 5%) are
+    gathered and tried until none is left.
 
     **References:**
 
@@ -410,15 +411,32 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     shape = jnp.shape(concentration)
     a = jnp.ravel(concentration)
     size = a.size
-    window = min(size, max(1024, size // 16))
-    place = jnp.arange(window)
+    num_windows = 8 if size >= 1024 else 1
+    window = -(-size // num_windows)
+    place = jnp.arange(window, dtype=jnp.int32)
+
+    def gather_rejected(done):
+        rank = lax.associative_scan(jnp.add, (~done).astype(jnp.int32)) - 1
+        index = jnp.full(window, size, jnp.int32)
+        where = jnp.where(done, window, rank)
+        return index.at[where].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
 
     def unfinished(carry):
-        return carry[1][0] < size
+        return ~jnp.all(carry[1])
 
     def attempt(carry):
-        value, index, fresh, i = carry
-        shift = a.at[index].get(mode="clip")
+        value, done, index, i = carry
+        tried = done.at[index].get(mode="fill", fill_value=True).all()
+        index = lax.cond(
+            i < num_windows,
+            lambda: i * window + place,
+            lambda: lax.cond(
+                tried | (i == num_windows),
+                lambda: gather_rejected(done),
+                lambda: index,
+            ),
+        )
+        each = a.at[index].get(mode="clip")
         # One call for all random numbers: each takes long to compile.
         u = random.uniform(
             random.fold_in(rng_key, i),
@@ -426,20 +444,15 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
             a.dtype,
             minval=jnp.finfo(a.dtype).tiny,
         )
-        boosted = shift < 1
-        proposed, accepted = _propose(u[:2], jnp.where(boosted, shift + 1, shift))
-        proposed = proposed + jnp.where(boosted, jnp.log(u[2]) / shift, 0)
-        value = value.at[jnp.where(accepted, index, size)].set(proposed, mode="drop")
-        # Those rejected come first in the next window.
-        again = ~accepted & (index < size)
-        (rejected,) = jnp.nonzero(again, size=window, fill_value=0)
-        num_rejected = again.sum(dtype=jnp.int32)
-        next_new = fresh + place - num_rejected
-        index = jnp.where(place < num_rejected, index[rejected], next_new)
-        return value, index, fresh + window - num_rejected, i + 1
+        boosted = each < 1
+        proposed, accepted = _propose(u[:2], jnp.where(boosted, each + 1, each))
+        proposed = proposed + jnp.where(boosted, jnp.log(u[2]) / each, 0)
+        accepted = accepted & ~done.at[index].get(mode="fill", fill_value=True)
+        where = jnp.where(accepted, index, size)
+        value = value.at[where].set(proposed, mode="drop")
+        return value, done.at[where].set(True, mode="drop"), index, i + 1
 
-    zero = jnp.zeros((), jnp.int32)
-    start = jnp.zeros_like(a), place.astype(jnp.int32), zero + window, zero
+    start = jnp.zeros_like(a), jnp.zeros(size, bool), place, jnp.zeros((), jnp.int32)
     return lax.while_loop(unfinished, attempt, start)[0].reshape(shape)
 
 
