@@ -5,9 +5,10 @@
 Quickstart: clusters of penguins
 ================================
 
-A Pitman-Yor mixture of a table with real and categorical columns: four measurements, the
-island and the sex of penguins of three species near Palmer Station, Antarctica [1]. The
-species is not given to the model; the partition found is compared with it afterwards.
+A Pitman-Yor mixture of a table with real and categorical columns: four measurements,
+the island and the sex of penguins of three species near Palmer Station, Antarctica [1].
+The species is not given to the model; the partition found is compared with it
+afterwards.
 
 The table comes with the package `palmerpenguins`. Chains run in parallel, and their
 agreement is judged by quantities that don't depend on how clusters are labelled.
@@ -27,7 +28,6 @@ import arviz as az
 from jax import random
 import matplotlib
 import numpy as np
-from numpyro_subanneal.models import pitman_yor
 from palmerpenguins import load_penguins
 import pandas as pd
 
@@ -35,6 +35,7 @@ import numpyro
 from numpyro.infer import MCMC
 
 from numpyro_subanneal import SubsampleAnnealedGibbs
+from numpyro_subanneal.models import pitman_yor
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -46,9 +47,10 @@ CATEGORICAL = ["island", "sex"]
 def load_table() -> pd.DataFrame:
     table = load_penguins()[["species", *CATEGORICAL, *REAL]]
     complete = table.dropna().reset_index(drop=True)
+    dropped = len(table) - len(complete)
     print(
-        f"Palmer penguins: {len(complete)} rows; {len(table) - len(complete)} rows with "
-        "missing cells are dropped."
+        f"Palmer penguins: {len(complete)} rows; {dropped} rows with missing cells "
+        "were dropped."
     )
     return complete
 
@@ -70,7 +72,7 @@ def run(args, real, categorical, num_categories):
         pitman_yor.mixed,
         num_categories=num_categories,
         num_clusters=16,
-        # Spreads within clusters differ less than the default allows.
+        # Variances are more alike between clusters than the default prior has them.
         shape=5.0,
     )
     mcmc = MCMC(
@@ -80,7 +82,7 @@ def run(args, real, categorical, num_categories):
         num_chains=args.num_chains,
         thinning=args.thinning,
     )
-    # The anneal is collected for the figure; otherwise `run` alone does the warm-up too.
+    # The anneal is collected for the figure; without it, `run` does the warm-up too.
     mcmc.warmup(random.key(args.seed), real, categorical, collect_warmup=True)
     anneal = mcmc.get_extra_fields(group_by_chain=True)
     mcmc.run(mcmc.post_warmup_state.rng_key, real, categorical)
@@ -99,11 +101,11 @@ def print_summary(idata):
     print(az.summary(quantities).to_string())
 
 
-def plot(table, z, anneal, path):
+def plot(args, table, z, anneal, path):
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
 
     rows = np.asarray(anneal["subsample_size"])[0]
-    steps = 1 + np.arange(len(rows))
+    steps = args.num_warmup - args.thinning * np.arange(len(rows))[::-1]
     left.fill_between(steps, rows, color="0.9", label="rows")
     left.set(
         xlabel="warm-up step",
@@ -137,7 +139,7 @@ def plot(table, z, anneal, path):
         )
         species.append(right.scatter([], [], c="0.3", marker=marker, label=name))
     clusters = [
-        right.scatter([], [], color=colours[k], marker="D", label=f"{k} ({size} rows)")
+        right.scatter([], [], color=colours[k], marker="D", label=f"{k}, n = {size}")
         for k, size in enumerate(np.bincount(z))
     ]
     right.set(
@@ -167,8 +169,8 @@ def main(args):
     chain, draw = np.unravel_index(log_joint.argmax(), log_joint.shape)
     best = idata.posterior["z"].values[chain, draw]
     print(
-        f"\nThe partition is the draw of highest log joint: {log_joint.max():.1f} nats, "
-        f"chain {chain + 1}, draw {draw + 1}.\n"
+        "\nThe partition shown is the draw of highest log joint: "
+        f"{log_joint.max():.1f} nats, chain {chain + 1}, draw {draw + 1}.\n"
     )
     print(pd.crosstab([table["species"], table["sex"]], best, colnames=["cluster"]))
     both = table["species"] + table["sex"]
@@ -181,7 +183,7 @@ def main(args):
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     idata.to_netcdf(str(out / "quickstart.nc"))
-    plot(table, best, anneal, out / "quickstart.png")
+    plot(args, table, best, anneal, out / "quickstart.png")
     saved = az.from_netcdf(str(out / "quickstart.nc"))
     num_chains, num_draws = saved.sample_stats["log_joint"].shape
     print(f"\n{out / 'quickstart.nc'}: {num_chains} chains of {num_draws} draws")

@@ -4,16 +4,16 @@
 r"""
 Dirichlet process mixtures of tables.
 
-Rows are partitioned by a Chinese restaurant process; given its cluster, each cell of a
-row is independent of the others (Obermeyer et al., 2014, section 2.1). The parameters of
-each cluster and column, their prior, which is centred on the column, and the names of the
-sites are those of :func:`~numpyro_subanneal.models.features.real_features` and
+Rows are partitioned by a Chinese restaurant process. Given its cluster, each cell of a
+row is independent of the others (Obermeyer et al., 2014, section 2.1). The parameters
+of each cluster and column, their prior, which is centred on the column, and the names
+of the sites are those of :func:`~numpyro_subanneal.models.features.real_features` and
 :func:`~numpyro_subanneal.models.features.categorical_features`. The partition site is
 `z` ``[N]``.
 
-Data come first; bind the other arguments by :func:`functools.partial` where the model is
-run with ``jit_model_args=True``. The base measure is computed from the data, so that a
-draw of new data needs some, too:
+Data come first; with ``MCMC(..., jit_model_args=True)`` bind the sizes by
+:func:`functools.partial`. The base measure is computed from the data, so that it takes
+a table to draw a new one:
 ``Predictive(handlers.uncondition(dpmm.real), num_samples=1)(rng_key, x)``.
 
 **References:**
@@ -24,15 +24,14 @@ draw of new data needs some, too:
 
 from collections.abc import Sequence
 
+import numpyro
+
+from numpyro_subanneal.distributions import ChineseRestaurantProcess
 from numpyro_subanneal.models.features import (
     categorical_features,
     num_rows,
     real_features,
 )
-
-import numpyro
-
-from numpyro_subanneal.distributions import ChineseRestaurantProcess
 from numpyro_subanneal.typing import Array
 
 __all__ = ["categorical", "mixed", "real"]
@@ -56,8 +55,8 @@ def real(
 
     :param x: data ``[N, D]``, finite.
     :param int num_clusters: capacity: how many clusters can be represented.
-    :param float concentration: of the Dirichlet process; about ``concentration * log N``
-        clusters are expected a priori.
+    :param float concentration: of the Dirichlet process; expected a priori are about
+        ``concentration * log(N)`` clusters.
     :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
     :param float shape: likewise.
     :raises ValueError: naming the argument, or the cell of the data, that is not valid.
@@ -97,11 +96,11 @@ def categorical(
     """
     Columns of categories, of any numbers of categories.
 
-    :param x: integer codes ``[N, D]``, those of column d in ``0..num_categories[d] - 1``.
+    :param x: integer codes ``[N, D]``, in column d ``0..num_categories[d] - 1``.
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
-    :param float concentration: of the Dirichlet process; about ``concentration * log N``
-        clusters are expected a priori.
+    :param float concentration: of the Dirichlet process; expected a priori are about
+        ``concentration * log(N)`` clusters.
     :param float strength: see
         :func:`~numpyro_subanneal.models.features.categorical_features`.
     :raises ValueError: naming the argument, or the cell of the data, that is not valid.
@@ -125,12 +124,12 @@ def mixed(
     Real columns and columns of categories of the same rows.
 
     :param real: data ``[N, D]``, finite.
-    :param categorical: integer codes ``[N, D']``, those of column d in
+    :param categorical: integer codes ``[N, D']``, in column d
         ``0..num_categories[d] - 1``.
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
-    :param float concentration: of the Dirichlet process; about ``concentration * log N``
-        clusters are expected a priori.
+    :param float concentration: of the Dirichlet process; expected a priori are about
+        ``concentration * log(N)`` clusters.
     :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
     :param float shape: likewise.
     :param float strength: see

@@ -4,13 +4,13 @@
 """What the mixture models have in common: cluster parameters, base measure, likelihood.
 
 The base measure, the prior of a cluster's parameters, is centred on the data: a new
-cluster predicts each column about as the whole column is distributed. In many dimensions
-this decides whether one row can open a cluster at all, because the prior predictive of a
-row has to compete with the predictive of a large mixed cluster.
+cluster predicts each column about as the whole column is distributed. In many
+dimensions this decides whether one row can open a cluster at all, because the prior
+predictive of a row has to compete with the predictive of a large mixed cluster.
 
 The constants of the base measure are computed from the data inside the model: by NumPy
-where the data are concrete, so that they are constants of a compiled program as well, and
-by JAX where the data are traced.
+where the data are concrete, so that they are constants of a compiled program as well,
+and by JAX where the data are traced.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ def real_features(
     x: Array, z: Array, num_clusters: int, *, kappa: float, shape: float
 ) -> None:
     r"""
-    Declares real columns that are normal within a cluster, with unknown mean and variance
-    in each cluster and column: sites `variance` and `loc` ``[K, D]`` and the observed
-    site `real` ``[N, D]``.
+    Declares real columns that are normal within a cluster, with unknown mean and
+    variance in each cluster and column: sites `variance` and `loc` ``[K, D]`` and the
+    observed site `real` ``[N, D]``.
 
     .. math::
 
@@ -44,18 +44,20 @@ def real_features(
 
     with :math:`m_d` the mean of the column and :math:`b_d` the *rate* (of the inverse
     gamma over variances) for which the prior predictive of a new cluster, a Student t
-    with :math:`2a` degrees of freedom (Murphy, 2007, Eq. 99), has the variance
-    :math:`s_d^2` of the column: :math:`b_d = s_d^2 (a - 1) \kappa / (\kappa + 1)`. So the
-    variance within a cluster has the prior mean :math:`s_d^2 \kappa / (\kappa + 1)`. A
-    column without variance counts as one of variance 1.
+    with :math:`2a` degrees of freedom (Murphy, 2007, Eq. 110), has the variance
+    :math:`s_d^2` of the column: :math:`b_d = s_d^2 (a - 1) \kappa / (\kappa + 1)`.
+    So the variance within a cluster has the prior mean
+    :math:`s_d^2 \kappa / (\kappa + 1)`. A column without variance counts as one of
+    variance 1.
 
     :param x: data ``[N, D]``, finite.
     :param z: assignments ``[N]``.
     :param int num_clusters: capacity K.
     :param float kappa: variance within clusters over variance of their means, a priori;
-        the number of rows that the prior mean counts for.
-    :param float shape: shape :math:`a > 1` of the inverse gamma; :math:`2a` is the number
-        of rows that the prior variance counts for.
+        the number of rows that the prior mean counts for. Smaller for few columns with
+        narrow clusters, larger (about 1) for many columns.
+    :param float shape: shape :math:`a > 1` of the inverse gamma; :math:`2a` is the
+        number of rows that the prior variance counts for.
 
     **References:**
 
@@ -92,9 +94,9 @@ def categorical_features(
     strength: float,
 ) -> None:
     r"""
-    Declares columns of categories with unknown probabilities in each cluster and column.
-    The columns with C categories are one observed site `categorical_C`, in their order in
-    `x`, with the site `probs_C` ``[K, columns, C]``.
+    Declares columns of categories with unknown probabilities in each cluster and
+    column. The columns with C categories are one observed site `categorical_C`, in
+    their order in `x`, with the site `probs_C` ``[K, columns, C]``.
 
     .. math::
 
@@ -103,15 +105,15 @@ def categorical_features(
 
     with :math:`s` the strength and :math:`f_d` the frequencies of the categories in the
     column, to which one more row is added that is spread evenly over them, so that a
-    category that was not seen keeps a probability. They are the prior predictive of a new
-    cluster (Tu, 2014, Eq. 9).
+    category that was not seen keeps a probability. They are the prior predictive of a
+    new cluster (Tu, 2014, Eq. 9).
 
-    :param x: integer codes ``[N, D]``, those of column d in ``0..num_categories[d] - 1``.
+    :param x: integer codes ``[N, D]``, in column d ``0..num_categories[d] - 1``.
     :param num_categories: number of categories of each column.
     :param z: assignments ``[N]``.
     :param int num_clusters: capacity K.
-    :param float strength: number of rows that the column's frequencies count for in each
-        cluster.
+    :param float strength: number of rows that the column's frequencies count for in
+        each cluster.
 
     **References:**
 
@@ -141,8 +143,8 @@ def categorical_features(
 
 def _mean_and_variance(x: Array) -> tuple[Array, Array]:
     xp = jnp if isinstance(x, Tracer) else np
-    # Deviations from the first row: exact zeros in a constant column, and no digits lost
-    # to a large mean.
+    # Deviations from the first row: exact zeros in a constant column, and no digits
+    # lost to a large mean.
     first = xp.asarray(x[0], float)
     deviation = xp.asarray(x, float) - first
     variance = deviation.var(0)

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+import warnings
 
 import jax
 from jax import random
@@ -142,6 +143,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self._arrays: list | None = None
         self._init_fn: Callable | None = None
         self._sample_fn: Callable | None = None
+        self._warned = False
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -178,6 +180,15 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         reached = int(state.capacity_reached)
         if reached:
             text += f", capacity reached in {reached} moves"
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"All {self._plan.capacity} clusters of the model are occupied, so "
+                    "that rows cannot open another: the draws are of partitions with at "
+                    "most so many clusters. Give the plate of the clusters a larger "
+                    "size. `capacity_reached` among the extra fields counts such moves.",
+                    stacklevel=2,
+                )
         return text
 
     def postprocess_fn(self, model_args, model_kwargs):
@@ -215,6 +226,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             init_fn = jax.vmap(init_fn, in_axes=(0, 0, None, None))
             sample_fn = jax.vmap(sample_fn, in_axes=(0, None, None))
         self._sample_fn = sample_fn
+        self._warned = False
         return init_fn(rng_key, z, steps, self._arrays)
 
     def _recognise(self, args, kwargs) -> None:

@@ -13,9 +13,9 @@ def pytest_configure(config):
     if "xla_force_host_platform_device_count" not in flags:
         flags = f"{flags} --xla_force_host_platform_device_count=2"
         os.environ["XLA_FLAGS"] = flags.strip()
-    # NumPyro compiles a program again at every `MCMC.run`. Compiled programs are kept by
-    # their content, so that a program is compiled once, also across runs of the suite
-    # (`pytest --cache-clear` empties it).
+    # NumPyro compiles a program again at every `MCMC.run`. Compiled programs are kept
+    # by their content, so that each is compiled once, also across runs of the suite
+    # (`pytest --cache-clear` drops them).
     if getattr(config, "cache", None) is not None:
         path = config.cache.mkdir("jax")
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(path))

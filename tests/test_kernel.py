@@ -29,6 +29,7 @@ from numpyro.infer import MCMC, Predictive
 
 from numpyro_subanneal import (
     LinearSchedule,
+    NotRecognised,
     PriorGibbs,
     SequentialGibbs,
     SubsampleAnnealedGibbs,
@@ -468,6 +469,19 @@ def test_dict_of_columns_and_none(method, jit_model_args):
     assert samples["z"].shape == (2, NUM_SAMPLES, N)
     fields = mcmc.get_extra_fields(group_by_chain=True)
     assert_log_joint(samples["z"][1], X, fields["log_joint"][1])
+
+
+def test_new_data_after_a_warmup_are_used_and_checked(warm):
+    mcmc = copy.deepcopy(warm)
+    new = blobs(seed=1)
+    mcmc.run(random.key(1), new)
+    fields = mcmc.get_extra_fields()
+    assert_log_joint(mcmc.get_samples()["z"], new, fields["log_joint"])
+    new[3, 1] = np.nan
+    with pytest.raises(NotRecognised, match="Column 1.*'x'.*nan.*row 3"):
+        mcmc.run(random.key(1), new.copy())
+    with pytest.raises(ValueError, match="12 rows.*11"):
+        mcmc.run(random.key(1), X[:11])
 
 
 # --- Initial partitions ---
