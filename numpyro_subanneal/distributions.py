@@ -13,17 +13,18 @@ assigned (it is out of the subsample); such rows are left out of the partition.
 Shapes: ``N`` rows, ``K`` clusters (or slots for clusters, some of them empty).
 """
 
-import math
 from abc import ABCMeta, abstractmethod
 from functools import partial
+import math
 from typing import final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax, random
+import jax.numpy as jnp
 from jax.scipy.special import gammaln
 from jax.typing import ArrayLike
+import numpy as np
+
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import promote_shapes, validate_sample
 from numpyro.util import is_prng_key, not_jax_tracer

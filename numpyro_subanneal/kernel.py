@@ -38,9 +38,9 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **capacity_reached** - number of moves so far in which a row could not have opened
       a cluster, because all the model's clusters were occupied.
     - **order** - a permutation of the rows; the first `subsample_size` are in.
-    - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn in
-      each warm-up step. Carried so that a state goes on where it was, whatever `MCMC`
-      it is given to.
+    - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
+      in each warm-up step. Carried so that a state goes on where it was, whatever
+      `MCMC` it is given to.
     - **rng_key** - random number generator key.
     """
 
@@ -68,22 +68,22 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     parameters out, and samples the partition; the parameters are drawn afterwards, in
     the same step.
 
-    During the warm-up Gibbs sampling runs on a churning subsample that grows to all rows,
-    as its `schedule` says; every later step is one exact sweep, N random-scan moves over
-    all N rows. Warm-up draws are not posterior draws. With ``num_warmup=0`` the chain
-    starts from a draw of the partition's prior, or from ``init_params``.
+    During the warm-up Gibbs sampling runs on a churning subsample that grows to all
+    rows, as its `schedule` says; every later step is one exact sweep, N random-scan
+    moves over all N rows. Warm-up draws are not posterior draws. With
+    ``num_warmup=0`` the chain starts from a draw of the partition's prior, or from
+    ``init_params``.
 
-    .. note:: Pass ``jit_model_args=True`` to `MCMC` when the data are large (say 100 MB):
-        they are then an argument of the compiled program, not a constant inside it.
+    .. note:: Pass ``jit_model_args=True`` to `MCMC` when the data are large (say 100
+        MB): they are then an argument of the compiled program, not a constant in it.
 
-    .. note:: Steps are much the same on one device or several; a sweep is a sequence of
-        small updates and gains little from an accelerator. Chains are what to run in
-        parallel.
+    .. note:: A sweep is a long sequence of small updates, which gains little from an
+        accelerator. Chains are what to run in parallel.
 
     :param model: Python callable containing Pyro :mod:`~numpyro.primitives`.
-    :param AbstractSchedule schedule: how the subsample grows during the warm-up; defaults
-        to :class:`~numpyro_subanneal.schedule.LinearSchedule`, which churns `num_warmup`
-        rows for each row that it adds.
+    :param AbstractSchedule schedule: how the subsample grows during the warm-up;
+        defaults to :class:`~numpyro_subanneal.schedule.LinearSchedule`, which churns
+        `num_warmup` rows for each row that it adds.
     :raises NotRecognised: by :meth:`init`, before anything is compiled, if the model or
         the data cannot be sampled; :func:`~numpyro_subanneal.plan.explain` shows how a
         model is read.
@@ -127,7 +127,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self, model: Callable[..., Any], schedule: AbstractSchedule | None = None
     ):
         if not callable(model):
-            raise ValueError(f"`model` must be a callable NumPyro model, got {model!r}.")
+            raise ValueError(
+                f"`model` must be a callable NumPyro model, got {model!r}."
+            )
         if schedule is None:
             schedule = LinearSchedule()
         if not isinstance(schedule, AbstractSchedule):
@@ -184,9 +186,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 self._warned = True
                 warnings.warn(
                     f"All {self._plan.capacity} clusters of the model are occupied, so "
-                    "that rows cannot open another: the draws are of partitions with at "
-                    "most so many clusters. Give the plate of the clusters a larger "
-                    "size. `capacity_reached` among the extra fields counts such moves.",
+                    "that rows cannot open another: the draws are of partitions with "
+                    "at most so many clusters. Give the plate of the clusters a larger "
+                    "size. The extra field `capacity_reached` counts such moves.",
                     stacklevel=2,
                 )
         return text
@@ -376,4 +378,3 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         for name in ("_read_for", "_arrays", "_init_fn", "_sample_fn"):
             state[name] = None
         return state
-

@@ -5,8 +5,8 @@
 
 1. *Skeleton*: an abstract trace and :func:`~numpyro.infer.inspect.get_dependencies` say
    which sites there are and what depends on what; no array is computed.
-2. *Candidates*: registered pairs with the site's likelihood and the types of its cluster
-   sites.
+2. *Candidates*: registered pairs with the site's likelihood and the types of its
+   cluster sites.
 3. *Probes*: the model is evaluated at a few rows, with random cluster parameters, and
    must behave as the pair says.
 4. *Certificate*: Bayes' law, with NumPyro's own densities of the user's model.
@@ -169,7 +169,8 @@ def _skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
             raise
         raise NotRecognised(
             f"Plate '{plate}' of the model has size 0. The plate of the clusters must "
-            "hold at least one (its size is the capacity), and so must that of the rows."
+            "hold at least one (its size is the capacity), and so must that of the "
+            "rows."
         ) from error
     return found[0]
 
@@ -220,9 +221,7 @@ def explain(model: Model, *args: Any, **kwargs: Any) -> None:
     rows = [("site", "role", "pair", "why"), *reader.table]
     sizes = [max(len(row[i]) for row in rows) for i in range(4)]
     for row in rows:
-        print(
-            "  ".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip()
-        )
+        print("  ".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip())
     if refusal is not None:
         print(f"\nNot recognised: {refusal}")
 
@@ -315,8 +314,9 @@ class _Reader:
         shape = sites[name].shape
         if len(shape) != 1:
             raise NotRecognised(
-                f"Partition site '{name}' has shape {shape}; it must have one axis, the "
-                "rows. Take it out of its plate, or give its prior scalar parameters."
+                f"Partition site '{name}' has shape {shape}; it must have one axis, "
+                "the rows. Take it out of its plate, or give its prior scalar "
+                "parameters."
             )
         if shape[0] == 0:
             raise NotRecognised(f"Partition site '{name}' has zero rows.")
@@ -396,9 +396,9 @@ class _Reader:
             if site.shape[:1] != (num_rows,):
                 rows = site.shape[0] if site.shape else "no"
                 raise NotRecognised(
-                    f"Observed site '{site.name}' has {rows} rows (shape {site.shape}), "
-                    f"but the partition has {num_rows}. Rows are the first axis of an "
-                    "observed value."
+                    f"Observed site '{site.name}' has {rows} rows (shape "
+                    f"{site.shape}), but the partition has {num_rows}. Rows are the "
+                    "first axis of an observed value."
                 )
             if site.shape != site.fn_shape:
                 raise NotRecognised(
@@ -471,7 +471,8 @@ class _Reader:
         else:
             options = "; ".join(pair_name(pair) for pair in registry.PAIRS)
             way_out = (
-                f"No pair is registered for {_short(site.fn)}; registered are {options}."
+                f"No pair is registered for {_short(site.fn)}; registered are "
+                f"{options}."
             )
         priors = ", ".join(f"'{r}' ~ {_short(sites[r].fn)}" for r in roles)
         return (
@@ -493,7 +494,13 @@ class _Reader:
         # could by chance, whatever the scale of the data.
         with jax.enable_x64(True):
             prober = _Prober(
-                self.model, self.args, self.kwargs, partition, num_rows, capacity, shapes
+                self.model,
+                self.args,
+                self.kwargs,
+                partition,
+                num_rows,
+                capacity,
+                shapes,
             )
             prober.check_prior()
         for pair, shape in shapes:
@@ -563,7 +570,7 @@ def _column(shape: SiteShape, index: tuple[int, ...]) -> str:
 def with_array_arguments(args, kwargs):
     """
     Split arguments into arrays, which a compiled function should take as arguments (as
-    constants they would be copied into the program), and a function that puts them back.
+    constants they would be copied into the program), and a function that restores them.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
     is_array = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
@@ -719,7 +726,9 @@ class _Prober:
         first, second = (self.evaluate(z, theta) for theta in self.theta)
         error = self.prior.parameter_error()
         if error is not None:
-            raise NotRecognised(f"The prior of partition site '{self.partition}': {error}")
+            raise NotRecognised(
+                f"The prior of partition site '{self.partition}': {error}"
+            )
         for pair, shape in self.shapes:
             clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
             for name, value in first[shape.name].hyper.items():
@@ -775,8 +784,8 @@ class _Prober:
             alone = (z + 1) % self.capacity
             if _close(parameter(alone, theta), value):
                 raise NotRecognised(
-                    f"Parameter `{name}` of {site} does not depend on the cluster of the "
-                    f"row: is '{cluster}' indexed by '{self.partition}', as in "
+                    f"Parameter `{name}` of {site} does not depend on the cluster of "
+                    f"the row: is '{cluster}' indexed by '{self.partition}', as in "
                     f"`{cluster}[{self.partition}]`?"
                 )
             moved = dict(theta)
@@ -788,17 +797,17 @@ class _Prober:
             change = parameter(z, moved)
             if not _close(change[elsewhere], value[elsewhere]):
                 raise NotRecognised(
-                    f"Clusters are coupled: parameter `{name}` of {site} in one cluster "
-                    f"changes with '{cluster}' of another. A row's likelihood may depend "
-                    "on the parameters of its own cluster only."
+                    f"Clusters are coupled: parameter `{name}` of {site} in one "
+                    f"cluster changes with '{cluster}' of another. A row's likelihood "
+                    "may depend on the parameters of its own cluster only."
                 )
         same = np.zeros_like(z)
         together = parameter(same, theta)
         if not _close(together, np.broadcast_to(together[:1], together.shape)):
             raise NotRecognised(
-                f"Parameter `{name}` of {site} differs between rows of the same cluster. "
-                "The likelihood of a row may depend on the row through its cluster only "
-                "(no covariates, no row-dependent offsets)."
+                f"Parameter `{name}` of {site} differs between rows of the same "
+                "cluster. The likelihood of a row may depend on the row through its "
+                "cluster only (no covariates, no row-dependent offsets)."
             )
         scale = np.maximum(np.abs(value), np.abs(expected))
         worst = np.argmax(np.abs(value - expected) > _TOLERANCE * scale)
@@ -833,7 +842,10 @@ class _Prober:
                     theta[cluster][0] = at[role]
             values = self.evaluate(z, theta)
             for pair, shape in self.shapes:
-                log_prob, log_prior = values[shape.name].log_prob, values[shape.name].log_prior
+                log_prob, log_prior = (
+                    values[shape.name].log_prob,
+                    values[shape.name].log_prior,
+                )
                 terms = log_prob[i], log_prior[0], -log_posterior[shape.name]
                 gap = np.abs(sum(terms) - expected[shape.name])
                 size = 1 + sum(np.abs(t) for t in terms) + np.abs(expected[shape.name])
@@ -939,4 +951,3 @@ def read(plan: Plan, model: Model, args: Args, kwargs: Kwargs) -> Reading:
         components=tuple(components),
         theta={name: trace[name]["value"] for name in plan.cluster_sites},
     )
-

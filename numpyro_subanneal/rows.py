@@ -4,12 +4,12 @@
 """Remove a row, assign a row: the collapsed Gibbs move.
 
 Arrays only: what a move needs of the model is the partition's prior and a tuple of
-blocks (:mod:`numpyro_subanneal.conjugate.base`), each with its hyperparameters and data.
+blocks (:mod:`numpyro_subanneal.conjugate.base`), each with hyperparameters and data.
 
 One move of Obermeyer et al. (2014), section 2.3: row `r` leaves its cluster, row `a`
 joins cluster `k` with probability proportional to equation (*),
-``weight(n_k) * p(x_a | rows of k)``, or opens a new one with probability proportional to
-``weight(new) * p(x_a)``.
+``weight(n_k) * p(x_a | rows of k)``, or opens a new one with probability proportional
+to ``weight(new) * p(x_a)``.
 """
 
 from collections.abc import Sequence
@@ -57,12 +57,12 @@ class Clusters(NamedTuple):
     stats: tuple[Any, ...]
 
 
-# Moves drawn at a time: enough to spread the cost of starting a chunk, few enough to keep
-# its random numbers (chunk x clusters floats) in cache.
+# Moves drawn at a time: enough to spread the cost of starting a chunk, few enough to
+# keep its random numbers (chunk x clusters floats) in cache.
 _CHUNK = 4096
 
-# Gumbel noise is made in blocks of so many clusters, by one loop: code for random numbers
-# is what takes longest to compile.
+# Gumbel noise is made in blocks of so many clusters, by one loop: code for random
+# numbers is what takes longest to compile.
 _NOISE = 16
 
 
@@ -209,8 +209,8 @@ def _run_moves(
 
 def _room(counts: Array) -> Array:
     """
-    Clusters to make room for: every slot up to the last occupied one, and some more than
-    are occupied, so that a chunk rarely outgrows its width.
+    Clusters to make room for: every slot up to the last occupied one, and some more
+    than are occupied, so that a chunk rarely outgrows its width.
     """
     used = counts > 0
     last = jnp.max(jnp.where(used, jnp.arange(1, counts.shape[0] + 1), 0))
@@ -271,8 +271,8 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
             for c, s in zip(components, stats, strict=True)
         ]
 
-        # Line 8: assign, with probabilities (*). The new cluster is the first free slot,
-        # whose table is that of the prior predictive.
+        # Line 8: assign, with probabilities (*). The new cluster is the first free
+        # slot, whose table is that of the prior predictive.
         slot = jnp.min(jnp.where(free, slots, width))
         log_weight = jnp.where(
             slots == slot,
@@ -342,8 +342,10 @@ def relabel(clusters: Clusters) -> Clusters:
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
     )
     order = jnp.argsort(first)
-    label = jnp.zeros(capacity, jnp.int32).at[order].set(
-        jnp.arange(capacity, dtype=jnp.int32), unique_indices=True
+    label = (
+        jnp.zeros(capacity, jnp.int32)
+        .at[order]
+        .set(jnp.arange(capacity, dtype=jnp.int32), unique_indices=True)
     )
     return Clusters(
         jnp.where(z < 0, -1, label[jnp.maximum(z, 0)]),

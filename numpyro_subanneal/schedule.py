@@ -91,9 +91,9 @@ class AbstractSchedule(ABC):
         expected = 0 if self.starts_full else num_rows
         if added.sum() != expected:
             raise ValueError(
-                f"{name}.steps adds {added.sum()} rows in all, but must add {expected}: "
-                f"the subsample has to hold all {num_rows} rows at the end of the "
-                "warm-up."
+                f"{name}.steps adds {added.sum()} rows in all, but must add "
+                f"{expected}: the subsample has to hold all {num_rows} rows at the end "
+                "of the warm-up."
             )
         idle = ~self.starts_full & (np.cumsum(added) == 0) & (churned > 0)
         if idle.any():

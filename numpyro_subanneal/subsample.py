@@ -68,8 +68,8 @@ def over_chains(x: Array) -> Array:
     `x` itself; under :func:`jax.vmap`, its maximum over the batch, unbatched.
 
     For loop bounds only. A bound that differs between vectorized chains would make JAX
-    copy everything the loop carries, arrays of size N included, at every iteration. With
-    a common bound the chains that are done go on with moves that change nothing.
+    copy everything the loop carries, arrays of size N included, at every iteration.
+    With a common bound the chains that are done go on with moves that change nothing.
     """
     return x
 
@@ -87,9 +87,9 @@ def draw_moves(
     Draw which rows leave and enter in the next moves of a step, `chunk` at most.
 
     A churn takes a uniformly random row out and puts in one drawn uniformly from all
-    rows then out, the one just taken included (Obermeyer et al. 2014, section 2.3); when
-    all rows are in, that is the row itself. Rows are drawn as 32 random bits modulo a
-    count, which is uniform up to a relative 2^-32 times that count.
+    rows then out, the one just taken included (Obermeyer et al. 2014, section 2.3);
+    when all rows are in, that is the row itself. Rows are drawn as 32 random bits
+    modulo a count, which is uniform up to a relative 2^-32 times that count.
     """
     num_rows = subsample.order.shape[0]
     bits = random.bits(rng_key, (chunk, 2), jnp.uint32)

@@ -79,6 +79,7 @@ def planted(kind, num_rows, num_columns, num_clusters, seed=0):
 
 def make_model(kind, capacity):
     import jax.numpy as jnp
+
     import numpyro
     import numpyro.distributions as dist
 
@@ -112,6 +113,7 @@ def peak_mb():
 def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
     import jax
     from jax import random
+
     from numpyro.infer import MCMC
 
     from numpyro_subanneal import SubsampleAnnealedGibbs
@@ -151,6 +153,7 @@ def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
 def run_large(num_rows, num_columns, num_warmup):
     import jax
     from jax import random
+
     from numpyro.infer import MCMC
 
     from numpyro_subanneal import SubsampleAnnealedGibbs
@@ -175,8 +178,8 @@ def run_large(num_rows, num_columns, num_warmup):
     )
     print(
         f"data {data:.0f} MB; peak {peak_mb():.0f} MB, of which {before:.0f} MB before "
-        f"the run (Python, libraries, data): the run added {peak_mb() - before:.0f} MB, "
-        f"{(peak_mb() - before) / data:.2f} times the data"
+        f"the run (Python, libraries, data): the run added {peak_mb() - before:.0f} "
+        f"MB, {(peak_mb() - before) / data:.2f} times the data"
     )
 
 
@@ -224,7 +227,8 @@ def main(args):
             f"{kind:<12}{num_columns:>8}{num_rows:>8}{capacity:>9}{r['occupied']:>9.1f}"
             f"{r['us']:>9.2f}{floor or '':>7}"
             f"{'' if floor is None else format(r['us'] / floor, '.2f'):>7}"
-            f"{r['us'] / num_columns * 1e3:>9.0f}{r['compile']:>10.1f}{r['peak']:>9.0f}",
+            f"{r['us'] / num_columns * 1e3:>9.0f}{r['compile']:>10.1f}"
+            f"{r['peak']:>9.0f}",
             flush=True,
         )
 

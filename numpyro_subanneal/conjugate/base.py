@@ -91,7 +91,9 @@ class AbstractConjugatePair(ABC):
         bad = ~np.isfinite(x)
         if bad.any():
             row = int(np.argmax(bad))
-            return f"has the value {x[row]} in row {row}; leave out rows with such cells"
+            return (
+                f"has the value {x[row]} in row {row}; leave out rows with such cells"
+            )
         return None
 
     # --- the scalar case ---------------------------------------------------------
@@ -180,7 +182,7 @@ class AbstractBlock(ABC):
         axis."""
 
     def row(self, data: Sequence[Array], n: Array) -> Array:
-        """Row `n` of the observed sites `data`, features concatenated: ``[features]``."""
+        """Row `n` of the observed sites `data`, all features: ``[features]``."""
         cells = [
             lax.dynamic_index_in_dim(x, n, keepdims=False).reshape(-1) for x in data
         ]
@@ -204,12 +206,10 @@ class AbstractBlock(ABC):
 
     @abstractmethod
     def take(self, hyper: Any, stats: Any, x: Array, k: Array, live: Array) -> Any:
-        """Row `x` taken out of cluster `k` (if `live`): what the next two need of it."""
+        """Row `x` taken out of cluster `k` (if `live`), as the next two need it."""
 
     @abstractmethod
-    def score(
-        self, hyper: Any, stats: Any, tables: Any, taken: Any, x: Array
-    ) -> Array:
+    def score(self, hyper: Any, stats: Any, tables: Any, taken: Any, x: Array) -> Array:
         """
         Log predictive density of row `x` in every cluster, ``[clusters]``, with `taken`
         out.
@@ -331,7 +331,9 @@ class DenseBlock(AbstractBlock):
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)
         posterior = jax.tree.map(jnp.transpose, posterior)
-        return self.unpack(self.pair.theta(posterior, _Sampler(rng_key, self.pair.prior)))
+        return self.unpack(
+            self.pair.theta(posterior, _Sampler(rng_key, self.pair.prior))
+        )
 
     def _map(self, fn, hyper, stats):
         over_clusters = jax.vmap(fn, in_axes=(None, -1), out_axes=-1)
@@ -399,14 +401,15 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     The logarithm of standard gamma variates, shaped like `concentration`.
 
     Rejection from a transformed normal, all variates at once: Marsaglia and Tsang
-    (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``, ibid.
-    section 6, in logarithms, so that a small concentration does not underflow. All
-    variates are tried once, a window at a time; those that were rejected (at most 5%) are
-    gathered and tried until none is left.
+    (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``,
+    ibid. section 6, in logarithms, so that a small concentration does not underflow.
+    All variates are tried once, a window at a time; those that were rejected (at most
+    5%) are gathered and tried until none is left.
 
     **References:**
 
-    1. *A Simple Method for Generating Gamma Variables*, G. Marsaglia, W. W. Tsang (2000)
+    1. *A Simple Method for Generating Gamma Variables*, G. Marsaglia, W. W. Tsang
+       (2000)
     """
     shape = jnp.shape(concentration)
     a = jnp.ravel(concentration)

@@ -41,8 +41,8 @@ class DirichletCategorical(AbstractConjugatePair):
     likelihood = (CategoricalProbs,)
     prior = {"probs": dist.Dirichlet}
     form = (
-        "The form is probs ~ Dirichlet(concentration), x ~ Categorical(probs[z]), with a "
-        "constant concentration."
+        "The form is probs ~ Dirichlet(concentration), x ~ Categorical(probs[z]), with "
+        "a constant concentration."
     )
     positive = frozenset({"concentration"})
     vectors = frozenset({"concentration"})
@@ -274,5 +274,3 @@ class CountBlock(AbstractBlock):
             values[name] = jax.nn.softmax(weight, axis=-1)
             start = stop
         return values
-
-

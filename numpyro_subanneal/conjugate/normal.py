@@ -19,13 +19,13 @@ from numpyro_subanneal.conjugate.special import (
 
 class NormalInverseGamma(AbstractConjugatePair):
     r"""
-    ``x ~ Normal(loc, sqrt(variance))`` with ``variance ~ InverseGamma(shape, rate)`` and
-    ``loc ~ Normal(mean, sqrt(variance / kappa))``.
+    ``x ~ Normal(loc, sqrt(variance))`` with ``variance ~ InverseGamma(shape, rate)``
+    and ``loc ~ Normal(mean, sqrt(variance / kappa))``.
 
     Hyperparameters: `mean` of the cluster means; `kappa` > 0, the number of values that
     the prior mean counts for; `shape` and `rate` of the inverse gamma over *variances*.
-    In the normal-inverse-chi-square form of the same prior, :math:`\nu_0 = 2\,shape` and
-    :math:`\nu_0 \sigma_0^2 = 2\,rate`.
+    In the normal-inverse-chi-square form of the same prior, :math:`\nu_0 = 2\,shape`
+    and :math:`\nu_0 \sigma_0^2 = 2\,rate`.
 
     Statistics: count, mean, and sum of squares about that mean (not raw power sums,
     which cancel when the mean is large beside the spread).
@@ -74,9 +74,7 @@ class NormalInverseGamma(AbstractConjugatePair):
         return None
 
     def theta(self, hyper, sample):
-        variance = sample(
-            "variance", dist.InverseGamma(hyper["shape"], hyper["rate"])
-        )
+        variance = sample("variance", dist.InverseGamma(hyper["shape"], hyper["rate"]))
         scale = jnp.sqrt(variance / hyper["kappa"])
         loc = sample("loc", dist.Normal(hyper["mean"], scale))
         return {"variance": variance, "loc": loc}
@@ -135,8 +133,8 @@ class NormalInverseGamma(AbstractConjugatePair):
         )
 
     def predictive(self, hyper, stat):
-        # Student-t, Murphy (2007), Eq. 110: location, precision over degrees of freedom,
-        # exponent, log normaliser.
+        # Student-t, Murphy (2007), Eq. 110: location, precision over degrees of
+        # freedom, exponent, log normaliser.
         post = self.posterior(hyper, stat)
         weight = post["kappa"] / (2 * post["rate"] * (post["kappa"] + 1))
         log_scale = 0.5 * jnp.log(weight / jnp.pi)
