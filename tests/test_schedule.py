@@ -1,0 +1,245 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+The law of each schedule, and what the kernel makes of it.
+
+Everything here is exact; which rows are in is a matter of `test_subsample.py`.
+"""
+
+import pickle
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_subanneal import (
+    AbstractSchedule,
+    ChineseRestaurantProcess,
+    LinearSchedule,
+    PriorGibbs,
+    SequentialGibbs,
+    SubsampleAnnealedGibbs,
+)
+from numpyro_subanneal.schedule import Steps
+
+SIZES = [(1, 1), (1, 5), (5, 1), (6, 4), (7, 7), (10, 3), (3, 10), (1000, 33)]
+SIZES += [(10**9, 7), (2**31 - 1, 1000)]
+by_size = pytest.mark.parametrize("num_rows, num_warmup", SIZES)
+SCHEDULES = [LinearSchedule(churn=0), LinearSchedule(2), SequentialGibbs(), PriorGibbs()]
+
+
+@by_size
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_all_rows_are_in_at_the_end_and_the_first_step_adds(
+    schedule, num_rows, num_warmup
+):
+    added, churned = steps = schedule.steps(num_rows, num_warmup)
+    assert isinstance(steps, Steps)
+    assert added.shape == churned.shape == (num_warmup,)
+    assert (added >= 0).all() and (churned >= 0).all()
+    assert added.sum() == (0 if schedule.starts_full else num_rows)
+    assert schedule.starts_full or added[0] > 0
+
+
+@by_size
+@pytest.mark.parametrize("churn", [0, 1, 3])
+def test_linear_schedule_grows_linearly(num_rows, num_warmup, churn):
+    # After t of T steps there are ceil(t N / T) rows: the paper's linear growth. Each
+    # row added is followed by `churn` churns.
+    added, churned = LinearSchedule(churn).steps(num_rows, num_warmup)
+    t = [(i + 1) * num_rows for i in range(num_warmup)]
+    np.testing.assert_array_equal(added.cumsum(), [-(-x // num_warmup) for x in t])
+    np.testing.assert_array_equal(churned, churn * added)
+
+
+@pytest.mark.parametrize("num_rows, num_warmup", [(5, 1), (6, 4), (100, 7)])
+def test_linear_schedule_churns_as_many_rows_as_there_are_steps(num_rows, num_warmup):
+    default = LinearSchedule().steps(num_rows, num_warmup)
+    explicit = LinearSchedule(churn=num_warmup).steps(num_rows, num_warmup)
+    np.testing.assert_array_equal(default, explicit)
+    # So a step costs about a sweep, however many there are.
+    moves = (default.added + default.churned).sum()
+    assert moves == num_rows * (num_warmup + 1)
+
+
+@pytest.mark.parametrize("num_rows, num_warmup", [(5, 1), (6, 4)])
+def test_sequential_gibbs_adds_all_rows_first_then_sweeps(num_rows, num_warmup):
+    added, churned = SequentialGibbs().checked_steps(num_rows, num_warmup)
+    np.testing.assert_array_equal(added, [num_rows] + [0] * (num_warmup - 1))
+    np.testing.assert_array_equal(churned, [0] + [num_rows] * (num_warmup - 1))
+    assert not SequentialGibbs.starts_full
+
+
+@pytest.mark.parametrize("num_rows, num_warmup", [(5, 1), (6, 4)])
+def test_prior_gibbs_starts_full_and_sweeps(num_rows, num_warmup):
+    added, churned = PriorGibbs().checked_steps(num_rows, num_warmup)
+    np.testing.assert_array_equal(added, np.zeros(num_warmup))
+    np.testing.assert_array_equal(churned, np.full(num_warmup, num_rows))
+    assert PriorGibbs.starts_full
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, LinearSchedule()], ids=repr)
+def test_schedules_are_values(schedule):
+    again = pickle.loads(pickle.dumps(schedule))
+    assert again == schedule and hash(again) == hash(schedule)
+    with pytest.raises(AttributeError):
+        schedule.churn = 3
+
+
+def test_no_warmup_needs_no_steps():
+    for schedule in SCHEDULES:
+        added, churned = schedule.checked_steps(5, 0)
+        assert added.shape == churned.shape == (0,)
+        assert added.dtype == churned.dtype == np.int32
+
+
+def test_abstract_schedule_cannot_be_made():
+    with pytest.raises(TypeError, match="steps"):
+        AbstractSchedule()
+
+
+# --- Checks ------------------------------------------------------------------------------
+
+
+class Given(AbstractSchedule):
+    """Whatever it is given."""
+
+    def __init__(self, added, churned):
+        self.given = added, churned
+
+    def steps(self, num_rows, num_warmup):
+        return self.given
+
+
+class GivenFull(Given):
+    starts_full = True
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+def test_checked_steps_are_int32_of_any_integers(dtype):
+    added, churned = np.array([2, 0, 3], dtype), np.array([0, 4, 1], dtype)
+    steps = Given(added, churned).checked_steps(5, 3)
+    assert steps.added.dtype == steps.churned.dtype == np.int32
+    np.testing.assert_array_equal(steps, [added, churned])
+    lists = Given([2, 0, 3], [0, 4, 1]).checked_steps(5, 3)
+    np.testing.assert_array_equal(lists, steps)
+
+
+@pytest.mark.parametrize(
+    "added, churned, message",
+    [
+        ([5, 0], [0, 0, 0], r"`added` with shape \(2,\) and dtype int64"),
+        (5, [0, 0, 0], r"`added` with shape \(\)"),
+        ([5, 0, 0], [[0, 0, 0]], r"`churned` with shape \(1, 3\)"),
+        ([5.0, 0.0, 0.0], [0, 0, 0], "`added` with shape .* dtype float64"),
+        ([5, 0, 0], [True, True, False], "`churned` with shape .* dtype bool"),
+        ([6, -1, 0], [0, 0, 0], r"added\[1\] = -1; a subsample never shrinks"),
+        ([5, 0, 0], [0, 0, -2], r"churned\[2\] = -2"),
+        ([5, 1, 0], [0, 0, 0], "adds 6 rows in all, but must add 5"),
+        ([2, 1, 1], [0, 0, 0], "adds 4 rows in all, but must add 5"),
+        ([0, 5, 0], [2, 0, 0], "churns 2 rows in step 0, before any row was added"),
+        ([0, 0, 5], [0, 3, 0], "churns 3 rows in step 1, before any"),
+        ([5, 0, 0], [0, 2**30 + 1, 0], "makes 1073741825 moves in one warm-up step"),
+        ([5, 0, 0], [2**30 - 4, 0, 0], "makes 1073741825 moves"),
+        ([5, 0, 0], [2**31, 0, 0], "makes 2147483653 moves"),
+    ],
+)
+def test_checked_steps_names_the_law_that_is_broken(added, churned, message):
+    with pytest.raises(ValueError, match=f"^Given.steps.*{message}"):
+        Given(added, churned).checked_steps(num_rows=5, num_warmup=3)
+
+
+def test_checked_steps_of_a_schedule_that_starts_full():
+    GivenFull([0, 0], [5, 5]).checked_steps(5, 2)
+    with pytest.raises(ValueError, match="GivenFull.steps adds 5 rows .* must add 0"):
+        GivenFull([5, 0], [0, 5]).checked_steps(5, 2)
+
+
+def test_most_moves_in_a_step_are_allowed():
+    steps = Given([5, 0], [2**30 - 5, 2**30]).checked_steps(5, 2)
+    np.testing.assert_array_equal(steps.churned, [2**30 - 5, 2**30])
+
+
+@pytest.mark.parametrize("churn", [-1, 1.0, True, "2", None])
+def test_linear_schedule_names_a_bad_churn(churn):
+    if churn is None:
+        assert LinearSchedule(churn) == LinearSchedule()
+        return
+    with pytest.raises(ValueError, match="`churn` must be a nonnegative integer, got"):
+        LinearSchedule(churn)
+    assert LinearSchedule(np.int64(3)) == LinearSchedule(3)
+
+
+# --- In the kernel -------------------------------------------------------------------------
+
+NUM_ROWS = 7
+
+
+def model(x):
+    z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=NUM_ROWS))
+    with numpyro.plate("clusters", NUM_ROWS):
+        probs = numpyro.sample("probs", dist.Dirichlet(jnp.ones(2)))
+    with numpyro.plate("rows", NUM_ROWS):
+        numpyro.sample("x", dist.Categorical(probs[z]), obs=x)
+
+
+X = np.array([0, 1, 1, 0, 1, 0, 0])
+
+
+class Uneven(AbstractSchedule):
+    """Steps that only add, only churn, do both, or nothing."""
+
+    def steps(self, num_rows, num_warmup):
+        return Steps(np.array([3, 0, 2, 0, 2]), np.array([0, 5, 4, 0, 3]))
+
+
+IN_KERNEL = [Uneven(), LinearSchedule(), SequentialGibbs(), PriorGibbs()]
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A kernel's step for states of any of these schedules: all five steps long."""
+    kernel = SubsampleAnnealedGibbs(model)
+    kernel.init(random.key(0), 5, None, (X,), {})
+    return jax.jit(lambda state: kernel.sample(state, (X,), {}))
+
+
+@pytest.mark.parametrize("schedule", IN_KERNEL, ids=lambda s: type(s).__name__)
+def test_kernel_follows_its_schedule_and_then_sweeps(schedule, step):
+    kernel = SubsampleAnnealedGibbs(model, schedule)
+    assert kernel.schedule is schedule
+    state = kernel.init(random.key(1), 5, None, (X,), {})
+    added, churned = schedule.checked_steps(NUM_ROWS, 5)
+    np.testing.assert_array_equal(state.added, added)
+    np.testing.assert_array_equal(state.churned, churned)
+    size = NUM_ROWS if schedule.starts_full else 0
+    for i, more in enumerate([0, *added, 0, 0]):
+        if i:
+            state = step(state)
+        size += more
+        assert state.i == i
+        assert state.subsample_size == size
+        z, order = np.asarray(state.z["z"]), np.asarray(state.order)
+        # Rows that are out read -1, and are the end of the order.
+        assert sorted(order) == list(range(NUM_ROWS))
+        assert (z[order[:size]] >= 0).all() and (z[order[size:]] == -1).all()
+    assert size == NUM_ROWS
+
+
+def test_kernel_names_a_schedule_that_is_none():
+    for schedule in (LinearSchedule, "linear", 3):
+        with pytest.raises(ValueError, match="`schedule` must be an instance"):
+            SubsampleAnnealedGibbs(model, schedule)
+    assert SubsampleAnnealedGibbs(model).schedule == LinearSchedule()
+
+
+def test_kernel_checks_the_schedule_at_init():
+    kernel = SubsampleAnnealedGibbs(model, Given([1, 1], [0, 0]))
+    with pytest.raises(ValueError, match="adds 2 rows in all, but must add 7"):
+        kernel.init(random.key(0), 2, None, (X,), {})
