@@ -193,8 +193,8 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--num-warmup", type=int, default=50)
-    parser.add_argument("--num-samples", type=int, default=3000)
-    parser.add_argument("--thinning", type=int, default=3)
+    parser.add_argument("--num-samples", type=int, default=2000)
+    parser.add_argument("--thinning", type=int, default=2)
     parser.add_argument("--num-chains", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=".", help="directory for the two files")

@@ -222,7 +222,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         model_kwargs = {} if model_kwargs is None else model_kwargs
         self._recognise(model_args, model_kwargs)
         steps = self._schedule.checked_steps(self._plan.num_rows, num_warmup)
-        z = self._check_init_params(init_params, num_warmup)
+        batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
+        z = self._check_init_params(init_params, num_warmup, batch_shape)
         init_fn, sample_fn = self._init_fn, self._sample_one
         if not is_prng_key(rng_key):
             init_fn = jax.vmap(init_fn, in_axes=(0, 0, None, None))
@@ -247,7 +248,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         rebuild, self._arrays = planning.with_array_arguments(args, kwargs)
         self._init_fn = jax.jit(partial(self._init_one, rebuild))
 
-    def _check_init_params(self, init_params, num_warmup) -> Array | None:
+    def _check_init_params(self, init_params, num_warmup, batch_shape):
         """The initial assignments, if given."""
         if init_params is None:
             return None
@@ -265,11 +266,13 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
         z = init_params[plan.partition]
         name = f"Initial assignments of partition site '{plan.partition}'"
-        if z.shape[-1:] != (plan.num_rows,):
+        if jnp.shape(z) != (*batch_shape, plan.num_rows):
             raise ValueError(
-                f"{name} have shape {z.shape}; the last axis must be the "
-                f"{plan.num_rows} rows."
+                f"{name} have shape {jnp.shape(z)}; they must have shape "
+                f"{(*batch_shape, plan.num_rows)}, a label for each row"
+                f"{' of each chain' if batch_shape else ''}."
             )
+        z = jnp.asarray(z)
         if not jnp.issubdtype(z.dtype, jnp.integer):
             raise ValueError(f"{name} have dtype {z.dtype}; they must be integers.")
         if not isinstance(z, jax.core.Tracer):

@@ -3,8 +3,8 @@
 
 """Reading an ordinary NumPyro model.
 
-1. *Skeleton*: an abstract trace and :func:`~numpyro.infer.inspect.get_dependencies` say
-   which sites there are and what depends on what; no array is computed.
+1. *Skeleton*: an abstract trace and the provenance of every distribution's parameters
+   say which sites there are and what depends on what; no array is computed.
 2. *Candidates*: registered pairs with the site's likelihood and the types of its
    cluster sites.
 3. *Probes*: the model is evaluated at a few rows, with random cluster parameters, and
@@ -32,7 +32,7 @@ from numpyro.infer.initialization import (
     init_to_sample,
     init_to_uniform,
 )
-from numpyro.infer.inspect import get_dependencies
+from numpyro.ops.provenance import eval_provenance
 
 from numpyro_subanneal.conjugate import registry
 from numpyro_subanneal.conjugate.base import (
@@ -88,12 +88,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Site:
-    """A sample site of the skeleton: shapes and types only."""
+    """A sample site of the skeleton: shapes and types only (none if its value is not
+    an array)."""
 
     name: str
     observed: bool
     fn: type[dist.Distribution]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    dtype: np.dtype | None
     fn_shape: tuple[int, ...]
     event_dim: int
     masked: bool
@@ -149,11 +151,16 @@ def _skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
                 deterministic.append(name)
             elif site["type"] == "sample":
                 base = _peel(site["fn"])
+                value = site["value"]
+                if isinstance(value, bool | int | float):
+                    value = np.asarray(value)
+                is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
                 sites[name] = Site(
                     name=name,
                     observed=site["is_observed"],
                     fn=type(base),
-                    shape=jnp.shape(site["value"]),
+                    shape=value.shape if is_array else None,
+                    dtype=value.dtype if is_array else None,
                     fn_shape=tuple(site["fn"].shape()),
                     event_dim=base.event_dim,
                     masked=_is_masked(site["fn"]),
@@ -246,7 +253,9 @@ class _Reader:
         self.table: list[tuple[str, str, str, str]] = []
 
     def plan(self) -> Plan:
-        with handlers.block():
+        # Under validation NumPyro warns of bad data and bad hyperparameters, which are
+        # refused below by the name of their site.
+        with handlers.block(), numpyro.validation_enabled(False):
             return self._plan()
 
     def _plan(self) -> Plan:
@@ -327,12 +336,7 @@ class _Reader:
         self, sites: Mapping[str, Site], partition: str, num_rows: int
     ) -> tuple[dict[str, list[str]], list[str]]:
         self._check_observed_rows(sites, num_rows)
-        upstream = get_dependencies(self.model, self.args, self.kwargs)[
-            "prior_dependencies"
-        ]
-        upstream = {
-            name: [u for u in upstream.get(name, {}) if u != name] for name in sites
-        }
+        upstream = self._upstream(sites)
         mixtures = {
             name: [u for u in upstream[name] if u != partition]
             for name, site in sites.items()
@@ -383,6 +387,27 @@ class _Reader:
             )
         return mixtures, list(owner)
 
+    def _upstream(self, sites: Mapping[str, Site]) -> dict[str, list[str]]:
+        """Latent sites that the distribution of each site depends on directly."""
+
+        def parameters(**values):
+            def pick(site):
+                return values.get(site["name"]) if site["type"] == "sample" else None
+
+            trace = _trace(self.model, self.args, self.kwargs, pick)
+            return {name: jax.tree.leaves(trace[name]["fn"]) for name in sites}
+
+        latent = {
+            name: jax.ShapeDtypeStruct(site.shape, site.dtype)
+            for name, site in sites.items()
+            if not site.observed
+        }
+        found = eval_provenance(parameters, **latent)
+        return {
+            name: [u for u in latent if any(u in leaf for leaf in leaves) and u != name]
+            for name, leaves in found.items()
+        }
+
     def _check_observed_rows(self, sites: Mapping[str, Site], num_rows: int) -> None:
         for site in sites.values():
             if site.scaled:
@@ -393,6 +418,25 @@ class _Reader:
                 )
             if not site.observed or site.fn is dist.Unit:
                 continue
+            if site.shape is None:
+                raise NotRecognised(
+                    f"The value of observed site '{site.name}' is not an array. Give a "
+                    "NumPy or JAX array (of a data frame, its `.to_numpy()`)."
+                )
+            if site.dtype.kind not in "biuf":
+                raise NotRecognised(
+                    f"Observed site '{site.name}' holds values of type {site.dtype}; "
+                    "it must be numeric (encode categories as integers)."
+                )
+            if site.masked:
+                raise NotRecognised(
+                    f"Observed site '{site.name}' is masked; masked cells are not "
+                    "supported. Leave out the rows with missing cells."
+                )
+            if 0 in site.shape[1:]:
+                raise NotRecognised(
+                    f"Observed site '{site.name}' has no features (shape {site.shape})."
+                )
             if site.shape[:1] != (num_rows,):
                 rows = site.shape[0] if site.shape else "no"
                 raise NotRecognised(
@@ -431,11 +475,6 @@ class _Reader:
         self, site: Site, sites: Mapping[str, Site], roles: list[str], capacity: int
     ) -> tuple[AbstractConjugatePair, SiteShape]:
         name = site.name
-        if site.masked:
-            raise NotRecognised(
-                f"Observed site '{name}' is masked; masked cells are not supported. "
-                "Leave out the rows with missing cells."
-            )
         types = [sites[r].fn for r in roles]
         found = registry.candidates(site.fn, types)
         if not found:
@@ -545,11 +584,6 @@ class _Reader:
         hyper: Mapping[str, np.ndarray],
         x: np.ndarray,
     ) -> None:
-        if x.dtype.kind not in "biuf":
-            raise NotRecognised(
-                f"Observed site '{shape.name}' holds values of type {x.dtype}; it must "
-                "be numeric (encode categories as integers)."
-            )
         columns = x.reshape(x.shape[0], -1)
         for d, index in enumerate(np.ndindex(shape.feature_shape)):
             error = pair.data_error(
@@ -646,7 +680,10 @@ class _Prober:
         self.capacity = capacity
         self.shapes = shapes
         self.rng = np.random.default_rng(0)
-        self.rebuild, self.arrays = with_array_arguments(args, kwargs)
+        self.rebuild, arrays = with_array_arguments(args, kwargs)
+        # NB: views. JAX remembers an array that was a constant of an unfinished trace
+        # (the model raised an error) as it converted it there, in 32 bits.
+        self.arrays = [x.view() if isinstance(x, np.ndarray) else x for x in arrays]
         self.hyper: dict[str, dict[str, np.ndarray]] = {}
         # The first ones, spread over the table, are those of the certificate.
         spread = np.linspace(0, num_rows - 1, _NUM_CERTIFIED).astype(np.int32)
@@ -695,6 +732,8 @@ class _Prober:
                 # that nothing of the table's size is made.
                 parameters[name] = jnp.broadcast_to(value, batch + event)[rows]
             x = jnp.asarray(trace[shape.name]["value"])[rows]
+            if base.support.is_discrete:
+                x = x.astype(int)
             log_prob = type(base)(**parameters).log_prob(x)
             log_prior = sum(
                 jnp.broadcast_to(
@@ -732,21 +771,21 @@ class _Prober:
         for pair, shape in self.shapes:
             clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
             for name, value in first[shape.name].hyper.items():
+                valid = np.isfinite(value)
+                if name in pair.positive:
+                    valid &= value > 0
+                if not valid.all():
+                    raise NotRecognised(
+                        f"Hyperparameter `{name}` of cluster sites {clusters} of "
+                        f"'{shape.name}' is {value[~valid].flat[0]}; it must be finite"
+                        f"{' and positive' if name in pair.positive else ''}."
+                    )
                 if not _close(value, second[shape.name].hyper[name]):
                     raise NotRecognised(
                         f"The prior of cluster sites {clusters} of '{shape.name}' does "
                         f"not have the form of {pair_name(pair)}: its hyperparameter "
                         f"`{name}` depends on the values of the cluster parameters. "
                         f"{pair.form}"
-                    )
-                if not np.isfinite(value).all() or (
-                    name in pair.positive and (value <= 0).any()
-                ):
-                    bad = value[~(np.isfinite(value) & (value > 0))].flat[0]
-                    raise NotRecognised(
-                        f"Hyperparameter `{name}` of cluster sites {clusters} of "
-                        f"'{shape.name}' is {bad}; it must be finite"
-                        f"{' and positive' if name in pair.positive else ''}."
                     )
                 if not _close(value, np.broadcast_to(value[:1], value.shape)):
                     raise NotRecognised(
@@ -772,29 +811,26 @@ class _Prober:
     def _say_why(self, pair, shape, name, z, theta, value, expected) -> None:
         """Tell in which way parameter `name` of a likelihood is not the pair's own."""
         site = f"observed site '{shape.name}'"
-        clusters = {c: theta[c] for _, c in shape.roles}
 
         def parameter(z, theta):
             return self.evaluate(z, theta)[shape.name].parameters[name]
 
-        for cluster in clusters:
-            if self.capacity == 1:
-                break
-            # All rows probed are moved to another cluster, and nothing else.
-            alone = (z + 1) % self.capacity
-            if _close(parameter(alone, theta), value):
+        for _, cluster in shape.roles:
+            changed = {**theta, cluster: self.theta[1][cluster]}
+            if self.capacity == 1 or _close(parameter(z, changed), value):
+                continue  # The parameter has nothing to do with this site.
+            # All rows are moved to another cluster, and nothing else.
+            if _close(parameter((z + 1) % self.capacity, theta), value):
                 raise NotRecognised(
                     f"Parameter `{name}` of {site} does not depend on the cluster of "
                     f"the row: is '{cluster}' indexed by '{self.partition}', as in "
                     f"`{cluster}[{self.partition}]`?"
                 )
-            moved = dict(theta)
             used = int(z[self.rows[0]])
-            other = clusters[cluster][(used + 1) % self.capacity]
-            moved[cluster] = clusters[cluster].copy()
-            moved[cluster][used] = other
+            moved = theta[cluster].copy()
+            moved[used] = moved[(used + 1) % self.capacity]
             elsewhere = z[self.rows] != used
-            change = parameter(z, moved)
+            change = parameter(z, {**theta, cluster: moved})
             if not _close(change[elsewhere], value[elsewhere]):
                 raise NotRecognised(
                     f"Clusters are coupled: parameter `{name}` of {site} in one "
@@ -854,10 +890,12 @@ class _Prober:
                     index = tuple(int(j[0]) for j in np.nonzero(np.atleast_1d(bad)))
                     index = index if shape.feature_shape else ()
                     worst = float(np.asarray(gap)[index])
+                    clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
                     raise NotRecognised(
-                        f"{_column(shape, index)} fails Bayes' law for "
-                        f"{pair_name(pair)} by {worst:.3g} nats in row {row}: the "
-                        f"model's densities are not those of the pair. {pair.form}"
+                        f"{_column(shape, index)} with cluster sites {clusters} fails "
+                        f"Bayes' law for {pair_name(pair)} by {worst:.3g} nats in row "
+                        f"{row}: the model's densities are not those of the pair. "
+                        f"{pair.form}"
                     )
 
 
@@ -903,7 +941,8 @@ def _inside(shift, role: str, fn: dist.Distribution) -> Array:
 def _close(a, b) -> bool:
     a, b = np.asarray(a), np.asarray(b)
     scale = np.maximum(np.abs(a), np.abs(b))
-    return bool(np.all(np.abs(a - b) <= _TOLERANCE * scale))
+    with np.errstate(invalid="ignore"):
+        return bool(np.all((a == b) | (np.abs(a - b) <= _TOLERANCE * scale)))
 
 
 # --- reading values ------------------------------------------------------------------

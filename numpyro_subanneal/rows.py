@@ -88,7 +88,7 @@ def collect(components: Sequence[Component], z: Array, capacity: int) -> Cluster
         live = z[n] >= 0
         k = jnp.maximum(z[n], 0)
         return tuple(
-            c.block.add(s, c.block.row(c.data, n), k, live)
+            c.block.add(s, c.block.row(c.hyper, c.data, n), k, live)
             for c, s in zip(components, stats, strict=True)
         )
 
@@ -267,7 +267,7 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
         free = counts == 0
         occupied = width - free.sum(dtype=jnp.int32)
         taken = [
-            c.block.take(c.hyper, s, c.block.row(c.data, row), k, leaving)
+            c.block.take(c.hyper, s, c.block.row(c.hyper, c.data, row), k, leaving)
             for c, s in zip(components, stats, strict=True)
         ]
 
@@ -279,7 +279,7 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
             prior.log_weight_new(occupied, counts.sum()),
             prior.log_weight_existing(counts),
         )
-        xs = [c.block.row(c.data, enters) for c in components]
+        xs = [c.block.row(c.hyper, c.data, enters) for c in components]
         for c, s, t, out, x in zip(
             components, stats, loop.tables, taken, xs, strict=True
         ):

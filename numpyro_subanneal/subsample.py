@@ -77,7 +77,8 @@ def over_chains(x: Array) -> Array:
 @over_chains.def_vmap
 def _(axis_size, in_batched, x):
     del axis_size
-    return (jnp.max(x, 0) if in_batched[0] else x), False
+    # The outer ones of nested batches are reduced in their turn.
+    return (over_chains(jnp.max(x, 0)) if in_batched[0] else x), False
 
 
 def draw_moves(
@@ -98,9 +99,9 @@ def draw_moves(
 
     def step(i, carry):
         order, size, credit, leaves, enters = carry
-        live = i < count
+        live = (i < count) & ~full
         credit = credit + churn.added
-        add = credit >= churn.total
+        add = (credit >= churn.total) & (churn.added > 0)
         credit = credit - jnp.where(add, churn.total, 0)
         # `last` is the end of the subsample after the removal, where the new row goes.
         last = jnp.where(add, size, size - 1)

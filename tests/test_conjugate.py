@@ -559,7 +559,7 @@ def collect(packed, z, num_clusters):
     block, hyper, data, _ = packed
 
     def add(stats, n):
-        x, live = block.row(data, n), z[n] >= 0
+        x, live = block.row(hyper, data, n), z[n] >= 0
         return block.add(stats, x, jnp.maximum(z[n], 0), live), None
 
     empty = block.empty(hyper, num_clusters)
@@ -602,9 +602,9 @@ def test_block_scores_and_marginals_are_sums_over_features(kind, double):
         out = jnp.asarray(leaves)
         k = int(z[leaves])
         taken = block.take(
-            hyper, stats, block.row(data, out), jnp.int32(k), jnp.asarray(live)
+            hyper, stats, block.row(hyper, data, out), jnp.int32(k), jnp.asarray(live)
         )
-        x = block.row(data, jnp.asarray(enters))
+        x = block.row(hyper, data, jnp.asarray(enters))
         got = block.score(hyper, stats, tables, taken, x)
         left = z.copy()
         if live:
@@ -644,11 +644,11 @@ def test_block_moves_are_those_of_a_recount(kind, double):
         taken = block.take(
             hyper,
             stats,
-            block.row(data, jnp.asarray(leaves)),
+            block.row(hyper, data, jnp.asarray(leaves)),
             jnp.int32(z[leaves]),
             jnp.asarray(leaving),
         )
-        x = block.row(data, jnp.asarray(enters))
+        x = block.row(hyper, data, jnp.asarray(enters))
         got = block.put(
             hyper, stats, tables, taken, x, jnp.int32(to), jnp.asarray(entering)
         )
@@ -682,11 +682,11 @@ def walk(rng_key, *, kind, num_rows, num_clusters, num_moves):
         to = (bits[2] % num_clusters).astype(jnp.int32)
         leaving = (z[leaves] >= 0) & (bits[3] % 8 > 0)
         k = jnp.where(leaving, z[leaves], 0)
-        taken = block.take(hyper, stats, block.row(data, leaves), k, leaving)
+        taken = block.take(hyper, stats, block.row(hyper, data, leaves), k, leaving)
         z = z.at[leaves].set(jnp.where(leaving, -1, z[leaves]))
         enters = jnp.where(z[other] < 0, other, leaves)
         entering = z[enters] < 0
-        x = block.row(data, enters)
+        x = block.row(hyper, data, enters)
         stats, tables = block.put(hyper, stats, tables, taken, x, to, entering)
         z = z.at[enters].set(jnp.where(entering, to, z[enters]))
         return z, stats, tables

@@ -414,19 +414,9 @@ def test_old_keys_give_the_draws_of_typed_keys(finished, unusual):
 # --- Arguments ---
 
 
-@pytest.mark.parametrize("jit_model_args", [False, True])
-def test_a_second_run_uses_new_data(jit_model_args):
-    new = blobs(seed=1) + 100
-    mcmc = run(X, jit_model_args=jit_model_args)
-    assert_log_joint(mcmc.get_samples()["z"], X, mcmc.get_extra_fields()["log_joint"])
-    mcmc.run(random.key(0), new)
-    z, fields = mcmc.get_samples()["z"], mcmc.get_extra_fields()
-    assert_log_joint(z, new, fields["log_joint"])
-    assert mcmc.get_samples()["loc"][0, 0, 0] > 50
-
-
-def test_new_data_of_the_same_shape_is_not_traced_again(monkeypatch):
-    # (NumPyro compiles at every run without a progress bar, whatever the kernel.)
+def test_a_second_run_uses_new_data_and_traces_nothing_again(monkeypatch):
+    # (NumPyro compiles at every run without a progress bar, whatever the kernel. What
+    # a run of other data does without `jit_model_args` is tested below.)
     traced = []
     run_step = rows.run_step
 
@@ -436,15 +426,25 @@ def test_new_data_of_the_same_shape_is_not_traced_again(monkeypatch):
 
     monkeypatch.setattr(rows, "run_step", counting)
     mcmc = run(X, jit_model_args=True)
+    assert_log_joint(mcmc.get_samples()["z"], X, mcmc.get_extra_fields()["log_joint"])
     first = len(traced)
     assert first > 0
-    mcmc.run(random.key(0), blobs(seed=1))
+    new = blobs(seed=1) + 100
+    mcmc.run(random.key(0), new)
+    z, fields = mcmc.get_samples()["z"], mcmc.get_extra_fields()
+    assert_log_joint(z, new, fields["log_joint"])
+    assert mcmc.get_samples()["loc"][0, 0, 0] > 50
     assert len(traced) == first
 
 
-def rows_of(columns, other=None, num_clusters=CAPACITY):
+def or_none(x, other):
     assert other is None
-    mixture(jnp.stack([columns["a"], columns["b"]], 1), num_clusters)
+    mixture(x)
+
+
+def rows_of(columns, other=None):
+    assert other is None
+    mixture(jnp.stack([columns["a"], columns["b"]], 1))
 
 
 def test_keyword_arguments_only(finished):
@@ -452,18 +452,22 @@ def test_keyword_arguments_only(finished):
     assert_same(finished.get_samples(), mcmc.get_samples())
 
 
-@pytest.mark.parametrize(
-    "method, jit_model_args", [("parallel", False), ("vectorized", True)]
-)
-def test_dict_of_columns_and_none(method, jit_model_args):
+@pytest.mark.parametrize("method", ["sequential", "parallel", "vectorized"])
+def test_none_is_an_argument_like_others(method):
+    options = {"num_chains": 2, "chain_method": method}
+    with_none = run(X, None, model=or_none, **options)
+    assert_same(run(X, **options).get_samples(), with_none.get_samples())
+
+
+def test_dict_of_columns_and_none_as_arguments_of_the_program():
     columns = {"a": X[:, 0], "b": X[:, 1]}
     mcmc = run(
         columns,
         None,
         model=rows_of,
         num_chains=2,
-        chain_method=method,
-        jit_model_args=jit_model_args,
+        chain_method="vectorized",
+        jit_model_args=True,
     )
     samples = mcmc.get_samples(group_by_chain=True)
     assert samples["z"].shape == (2, NUM_SAMPLES, N)
@@ -480,8 +484,9 @@ def test_new_data_after_a_warmup_are_used_and_checked(warm):
     new[3, 1] = np.nan
     with pytest.raises(NotRecognised, match="Column 1.*'x'.*nan.*row 3"):
         mcmc.run(random.key(1), new.copy())
+    # (Here NumPyro would first replay the model, for its deterministic site.)
     with pytest.raises(ValueError, match="12 rows.*11"):
-        mcmc.run(random.key(1), X[:11])
+        warm.sampler.sample(warm.last_state, (X[:11],), {})
 
 
 # --- Initial partitions ---
@@ -647,15 +652,22 @@ def test_diagnostics_show_phase_rows_clusters_and_capacity(warm, finished):
     text = kernel.get_diagnostics_str(state)
     assert "annealing" in text and f"0/{N} rows" in text and "0 clusters" in text
     for mcmc in (warm, finished):
-        state = mcmc.last_state
+        state = mcmc.last_state._replace(capacity_reached=jnp.int32(0))
         text = kernel.get_diagnostics_str(state)
         assert "sampling" in text and f"{N}/{N} rows" in text
         assert f"{int(state.num_clusters)} clusters" in text
-    assert "capacity" not in kernel.get_diagnostics_str(
-        state._replace(capacity_reached=jnp.int32(0))
-    )
-    text = kernel.get_diagnostics_str(state._replace(capacity_reached=jnp.int32(3)))
-    assert "capacity reached" in text and "3" in text
+    assert "capacity" not in text
+
+
+def test_the_capacity_is_shown_and_warned_of_once(finished):
+    kernel = SubsampleAnnealedGibbs(mixture)
+    start(kernel, X)
+    state = finished.last_state._replace(capacity_reached=jnp.int32(3))
+    with pytest.warns(UserWarning, match=f"{CAPACITY} clusters.*larger") as caught:
+        texts = [kernel.get_diagnostics_str(state) for _ in range(3)]
+    assert len(caught) == 1
+    for text in texts:
+        assert "capacity reached in 3 moves" in text
 
 
 def test_progress_bar_shows_them_and_does_not_change_the_draws(
@@ -718,13 +730,15 @@ def test_model_and_schedule_are_checked():
 
 
 # A capacity of 17 is compiled at two widths.
-@pytest.mark.parametrize("num_rows, capacity", [(1, 4), (2, 17), (5, 1)])
-def test_few_rows_and_any_capacity(num_rows, capacity):
-    x = X[:num_rows]
+@pytest.mark.parametrize(
+    "num_rows, num_features, capacity", [(1, 1, 4), (2, 2, 17), (5, 2, 1)]
+)
+def test_few_rows_and_any_capacity(num_rows, num_features, capacity):
+    x = X[:num_rows, :num_features]
     mcmc = run(x, capacity)
     z, fields = mcmc.get_samples()["z"], mcmc.get_extra_fields()
     assert z.shape == (NUM_SAMPLES, num_rows)
-    assert mcmc.get_samples()["loc"].shape == (NUM_SAMPLES, capacity, x.shape[1])
+    assert mcmc.get_samples()["loc"].shape == (NUM_SAMPLES, capacity, num_features)
     assert z.min() >= 0 and z.max() < capacity
     assert_log_joint(z, x, fields["log_joint"])
     for name, value in mcmc.get_samples().items():
@@ -737,17 +751,7 @@ def test_few_rows_and_any_capacity(num_rows, capacity):
         np.testing.assert_array_equal(np.diff(reached), num_rows)
 
 
-# --- Precision, and a fresh process ---
-
-
-def test_double_precision_when_jax_has_it():
-    with jax.enable_x64(True):
-        mcmc = run(X.astype(np.float64))
-        samples, fields = mcmc.get_samples(), mcmc.get_extra_fields()
-        assert samples["loc"].dtype == fields["log_joint"].dtype == jnp.float64
-        assert samples["z"].dtype == jnp.int32
-        z = samples["z"]
-        assert_log_joint(z, X, fields["log_joint"], rtol=1e-12)
+# --- A fresh process ---
 
 
 FRESH = """

@@ -55,6 +55,9 @@ class AbstractConjugatePair(ABC):
     - **positive** - names of the hyperparameters that must be positive.
     - **vectors** - names of the hyperparameters that have the event shape of the
       cluster site, such as a Dirichlet's concentration.
+    - **location** - the hyperparameter and the role that move along when a constant is
+      added to the values, if there are such. The block then keeps values as
+      differences from that hyperparameter, so that a large origin costs no digits.
     """
 
     likelihood: ClassVar[tuple[type[dist.Distribution], ...]]
@@ -62,6 +65,7 @@ class AbstractConjugatePair(ABC):
     form: ClassVar[str]
     positive: ClassVar[frozenset[str]] = frozenset()
     vectors: ClassVar[frozenset[str]] = frozenset()
+    location: ClassVar[tuple[str, str] | None] = None
 
     # --- reading a model -------------------------------------------------------
 
@@ -181,8 +185,9 @@ class AbstractBlock(ABC):
         """Hyperparameters of the block from those of each site, each without a cluster
         axis."""
 
-    def row(self, data: Sequence[Array], n: Array) -> Array:
+    def row(self, hyper: Any, data: Sequence[Array], n: Array) -> Array:
         """Row `n` of the observed sites `data`, all features: ``[features]``."""
+        del hyper
         cells = [
             lax.dynamic_index_in_dim(x, n, keepdims=False).reshape(-1) for x in data
         ]
@@ -274,7 +279,7 @@ class DenseBlock(AbstractBlock):
     def pack(self, hyper):
         names = hyper[0].keys()
         dtype = jnp.result_type(float)
-        return {
+        packed = {
             name: jnp.concatenate(
                 [
                     jnp.broadcast_to(
@@ -285,12 +290,19 @@ class DenseBlock(AbstractBlock):
             )
             for name in names
         }
+        origin = jnp.zeros(self.num_features, dtype)
+        if self.pair.location is not None:
+            name, _ = self.pair.location
+            origin = packed[name]
+            packed[name] = jnp.zeros_like(origin)
+        return DenseHyper(packed, origin)
 
-    def row(self, data, n):
-        return AbstractBlock.row(self, data, n).astype(jnp.result_type(float))
+    def row(self, hyper, data, n):
+        x = AbstractBlock.row(self, hyper, data, n).astype(jnp.result_type(float))
+        return x - hyper.origin
 
     def empty(self, hyper, num_clusters):
-        column = jnp.stack(jax.vmap(self.pair.empty)(hyper))
+        column = jnp.stack(jax.vmap(self.pair.empty)(hyper.values))
         return jnp.broadcast_to(column[..., None], (*column.shape, num_clusters))
 
     def add(self, stats, x, k, live):
@@ -331,20 +343,33 @@ class DenseBlock(AbstractBlock):
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)
         posterior = jax.tree.map(jnp.transpose, posterior)
-        return self.unpack(
-            self.pair.theta(posterior, _Sampler(rng_key, self.pair.prior))
-        )
+        theta = self.pair.theta(posterior, _Sampler(rng_key, self.pair.prior))
+        if self.pair.location is not None:
+            _, role = self.pair.location
+            theta[role] = theta[role] + hyper.origin
+        return self.unpack(theta)
 
     def _map(self, fn, hyper, stats):
         over_clusters = jax.vmap(fn, in_axes=(None, -1), out_axes=-1)
-        return jax.vmap(over_clusters)(hyper, tuple(stats))
+        return jax.vmap(over_clusters)(hyper.values, tuple(stats))
 
     def _table(self, hyper, column):
-        return jnp.stack(jax.vmap(self.pair.predictive)(hyper, tuple(column)))
+        table = jax.vmap(self.pair.predictive)(hyper.values, tuple(column))
+        return jnp.stack(table)
 
     def _step(self, fn, column, x, live):
         changed = jnp.stack(jax.vmap(fn)(tuple(column), x))
         return jnp.where(live, changed, column)
+
+
+class DenseHyper(NamedTuple):
+    """
+    - **values** - hyperparameters by name, ``[features]``.
+    - **origin** - subtracted from the values of each feature, ``[features]``.
+    """
+
+    values: dict[str, Array]
+    origin: Array
 
 
 class Taken(NamedTuple):
@@ -455,7 +480,10 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
         value = value.at[where].set(proposed, mode="drop")
         return value, done.at[where].set(True, mode="drop"), index, i + 1
 
-    start = jnp.zeros_like(a), jnp.zeros(size, bool), place, jnp.zeros((), jnp.int32)
+    # What is not a concentration gives NaN, instead of a loop that does not end.
+    invalid = ~((a > 0) & jnp.isfinite(a))
+    value = jnp.where(invalid, jnp.nan, jnp.zeros_like(a))
+    start = value, invalid, place, jnp.zeros((), jnp.int32)
     return lax.while_loop(unfinished, attempt, start)[0].reshape(shape)
 
 

@@ -201,8 +201,9 @@ class CountBlock(AbstractBlock):
             values, self.feature, len(self.cardinality), indices_are_sorted=True
         )
 
-    def row(self, data, n):
-        return AbstractBlock.row(self, data, n).astype(jnp.int32) + self.offset
+    def row(self, hyper, data, n):
+        codes = AbstractBlock.row(self, hyper, data, n)
+        return codes.astype(jnp.int32) + self.offset
 
     def empty(self, hyper, num_clusters):
         return Counts(

@@ -44,6 +44,7 @@ class NormalInverseGamma(AbstractConjugatePair):
         "and kappa."
     )
     positive = frozenset({"kappa", "shape", "rate"})
+    location = ("mean", "loc")
 
     def parameters(self, theta):
         return {"loc": theta["loc"], "scale": jnp.sqrt(theta["variance"])}
