@@ -1,50 +1,47 @@
 # Copyright Contributors to the numpyro_subanneal project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Every example runs, with tiny arguments, and writes what it says."""
+"""Every example runs, with small arguments, and leaves what it says."""
 
+import os
 from pathlib import Path
 import subprocess
 import sys
+import warnings
 
-import arviz as az
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ARGUMENTS = {
+    "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
+    "benchmarks/row_moves.py": "--quick --moves 2000",
+}
 
 
-def run(name, *arguments):
+def test_every_example_is_run():
+    found = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")}
+    assert found == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_example_runs(name, tmp_path):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, str(EXAMPLES / name), *ARGUMENTS[name].split()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_every_example_is_tested():
-    assert [p.name for p in EXAMPLES.glob("*.py")] == ["quickstart.py"]
-
-
-@pytest.mark.slow
-def test_quickstart(tmp_path):
-    out = tmp_path / "new" / "folder"
-    printed = run(
-        "quickstart.py",
-        *("--num-warmup", "6", "--num-samples", "20", "--thinning", "2"),
-        *("--num-chains", "2", "--seed", "1", "--out", str(out)),
-    )
-    assert "333 rows; 11 rows with missing cells were dropped" in printed
-    assert all(
-        name in printed for name in ("num_clusters", "largest_share", "log_joint")
-    )
-    assert "r_hat" in printed
-    assert "draw of highest log joint" in printed
-    assert "Gentoo" in printed
-    assert "with species and sex" in printed
-    assert f"{out / 'quickstart.nc'}: 2 chains of 10 draws" in printed
-    assert (out / "quickstart.png").read_bytes().startswith(b"\x89PNG")
-    saved = az.from_netcdf(str(out / "quickstart.nc"))
-    assert saved.posterior["z"].shape == (2, 10, 333)
-    assert (saved.sample_stats["subsample_size"].values == 333).all()
+    if name == "quickstart.py":
+        for words in ("num_clusters", "log_joint", "r_hat", "Adelie", "Rand"):
+            assert words in done.stdout
+        assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # ArviZ announces its 1.0
+            import arviz as az
+        idata = az.from_netcdf(tmp_path / "quickstart.nc")
+        assert idata.posterior["z"].shape[0] == 2
+        assert "num_clusters" in idata.sample_stats
+    else:
+        assert "us/move" in done.stdout
