@@ -224,11 +224,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         steps = self._schedule.checked_steps(self._plan.num_rows, num_warmup)
         batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
         z = self._check_init_params(init_params, num_warmup, batch_shape)
-        init_fn, sample_fn = self._init_fn, self._sample_one
+        init_fn = self._init_fn
         if not is_prng_key(rng_key):
             init_fn = jax.vmap(init_fn, in_axes=(0, 0, None, None))
-            sample_fn = jax.vmap(sample_fn, in_axes=(0, None, None))
-        self._sample_fn = sample_fn
+        self._sample_fn = self._sample_one
         self._warned = False
         return init_fn(rng_key, z, steps, self._arrays)
 
@@ -266,6 +265,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
         z = init_params[plan.partition]
         name = f"Initial assignments of partition site '{plan.partition}'"
+        if not isinstance(z, np.ndarray | np.generic | jax.Array):
+            raise ValueError(f"{name} must be an array, got {type(z).__name__}.")
         if jnp.shape(z) != (*batch_shape, plan.num_rows):
             raise ValueError(
                 f"{name} have shape {jnp.shape(z)}; they must have shape "
@@ -326,13 +327,28 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def sample(self, state, model_args, model_kwargs):
         if self._sample_fn is None:
             raise RuntimeError("`init` must be called before `sample`.")
-        return self._sample_fn(state, model_args, model_kwargs or {})
+        model_kwargs = {} if model_kwargs is None else model_kwargs
+        leaves = jax.tree.leaves((model_args, model_kwargs))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            # Data that `init` did not see, if the chain goes on from a given state.
+            self._recognise(model_args, model_kwargs)
+        sample_fn = self._sample_fn
+        if not is_prng_key(state.rng_key):
+            sample_fn = jax.vmap(sample_fn, in_axes=(0, None, None))
+        return sample_fn(state, model_args, model_kwargs)
 
     def _sample_one(self, state, args, kwargs):
         plan = self._plan
         num_blocks = len(plan.blocks)
         rng_key, key_moves, *keys = random.split(state.rng_key, 2 + num_blocks)
         prior, components, _ = planning.read(plan, self._model, args, kwargs)
+        for num_rows in {x.shape[0] for c in components for x in c.data}:
+            if state.order.shape != (num_rows,):
+                raise ValueError(
+                    f"The state is of a table of {state.order.shape[0]} rows, but the "
+                    f"data have {num_rows}. Start anew: a chain goes on with a table of "
+                    "the same size only."
+                )
         added, churned = self._moves(state, plan.num_rows)
         clusters, subsample, refused = rows.run_step(
             key_moves,

@@ -573,6 +573,7 @@ def with_label(label):
     [
         ({"z": with_label(CAPACITY)}, 4, ["'z'", "label 4", "-1..3"]),
         ({"z": with_label(-2)}, 4, ["'z'", "label -2", "-1..3"]),
+        ({"z": with_label(2**32 + 1)}, 4, ["'z'", "label 4294967297"]),
         ({"z": with_label(-1)}, 0, ["'z'", "label -1", "0..3"]),
         ({"z": GAPPED[:-1]}, 0, ["'z'", "(11,)", "12"]),
         ({"z": np.stack([GAPPED] * 3)}, 0, ["'z'", "(3, 12)"]),

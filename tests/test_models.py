@@ -1,13 +1,15 @@
 # Copyright Contributors to the numpyro_subanneal project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ready-made models: they are recognised, recover planted clusters, refuse bad arguments."""
+"""Ready-made models: recognised, recovering planted clusters, refusing bad data."""
 
 from functools import partial
 
+import jax
 from jax import random
 import numpy as np
 import pytest
+from scipy import stats
 
 from numpyro import handlers
 from numpyro.infer import MCMC, Predictive
@@ -48,6 +50,12 @@ def partition_after_annealing(model, *args, seed=0):
 def agreement(a, b):
     """Share of pairs of rows on which two partitions agree (Rand index)."""
     return np.mean((a[:, None] == a) == (b[:, None] == b))
+
+
+def peeled(fn):
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn
 
 
 @FAMILIES
@@ -109,14 +117,47 @@ def test_a_new_cluster_predicts_a_column_as_wide_as_it_is():
     assert total == pytest.approx(x.var(), rel=0.5)
 
 
+@FAMILIES
+@pytest.mark.parametrize("kappa, shape", [(0.3, 2.0), (1.0, 5.0)])
+def test_prior_predictive_of_reals_has_the_columns_variance(family, kappa, shape):
+    x = np.random.default_rng(0).gamma(2.0, [1.0, 1e3], size=(200, 2))
+    trace = handlers.trace(handlers.seed(family.real, random.key(0))).get_trace(
+        x, kappa=kappa, shape=shape
+    )
+    loc, rate = peeled(trace["loc"]["fn"]), peeled(trace["variance"]["fn"]).rate
+    np.testing.assert_allclose(loc.loc[0], x.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(trace["variance"]["value"] / loc.scale**2, kappa, 1e-5)
+    # Of a Student t of 2 `shape` degrees of freedom.
+    scale = np.sqrt(np.ravel(rate)[-2:] / shape * (1 + 1 / kappa))
+    np.testing.assert_allclose(stats.t(2 * shape, scale=scale).var(), x.var(0), 1e-5)
+
+
+def test_base_measures_of_concrete_and_of_traced_data_are_the_same():
+    rng = np.random.default_rng(1)
+    data = 1e3 + rng.normal(size=(40, 3)), rng.integers(0, [2, 5], size=(40, 2))
+    data[0][:, 1] = 0.1  # a constant column
+
+    def constants(real, codes):
+        model = handlers.seed(dpmm.mixed, random.key(0))
+        trace = handlers.trace(model).get_trace(real, codes, (2, 5))
+        fns = {name: peeled(site["fn"]) for name, site in trace.items() if "fn" in site}
+        return (
+            fns["variance"].rate,
+            fns["loc"].loc,
+            fns["probs_2"].concentration,
+            fns["probs_5"].concentration,
+        )
+
+    for a, b in zip(constants(*data), jax.jit(constants)(*data), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
 def test_frequencies_are_the_prior_predictive_of_categories():
     codes = np.array([[0], [0], [0], [1]])
     trace = handlers.trace(handlers.seed(dpmm.categorical, random.key(0))).get_trace(
         codes, (3,), strength=2.0
     )
-    fn = trace["probs_3"]["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
+    fn = peeled(trace["probs_3"]["fn"])
     expected = 2.0 * (np.array([3, 1, 0]) + 1 / 3) / 5
     np.testing.assert_allclose(np.ravel(fn.concentration)[-3:], expected, rtol=1e-6)
 

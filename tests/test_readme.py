@@ -15,6 +15,7 @@ import sys
 import pytest
 
 import numpyro_subanneal
+import numpyro_subanneal.models
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -45,12 +46,14 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert command in ci.splitlines()
 
 
-MODULES = [
-    name
-    for _, name, _ in pkgutil.walk_packages(
-        numpyro_subanneal.__path__, "numpyro_subanneal."
-    )
-]
+# In an editable install, `models` lies outside the folder of the package.
+MODULES = sorted(
+    {
+        module.name
+        for package in (numpyro_subanneal, numpyro_subanneal.models)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    }
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
