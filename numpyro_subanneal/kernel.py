@@ -273,7 +273,6 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 f"{(*batch_shape, plan.num_rows)}, a label for each row"
                 f"{' of each chain' if batch_shape else ''}."
             )
-        z = jnp.asarray(z)
         if not jnp.issubdtype(z.dtype, jnp.integer):
             raise ValueError(f"{name} have dtype {z.dtype}; they must be integers.")
         if not isinstance(z, jax.core.Tracer):
@@ -286,7 +285,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                     f"{least}..{plan.capacity - 1} (the capacity is {plan.capacity}"
                     + (", and -1 is a row that is not in yet)." if least else ").")
                 )
-        return z.astype(jnp.int32)
+        return jnp.asarray(z, jnp.int32)
 
     def _init_one(self, rebuild, rng_key, z, steps, arrays):
         plan = self._plan
@@ -346,8 +345,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             if state.order.shape != (num_rows,):
                 raise ValueError(
                     f"The state is of a table of {state.order.shape[0]} rows, but the "
-                    f"data have {num_rows}. Start anew: a chain goes on with a table of "
-                    "the same size only."
+                    f"data have {num_rows}. A chain goes on with a table of the same "
+                    "size only; start anew."
                 )
         added, churned = self._moves(state, plan.num_rows)
         clusters, subsample, refused = rows.run_step(
