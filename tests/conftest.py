@@ -3,7 +3,11 @@
 
 """What must be set before JAX is imported, for the tests and for their subprocesses."""
 
+import gc
 import os
+
+import jax
+import pytest
 
 
 def pytest_configure(config):
@@ -21,3 +25,11 @@ def pytest_configure(config):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(path))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drop_compiled_programs():
+    """A process has a limited number of memory maps, and each program takes some."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -91,7 +91,7 @@ def fold(pair, hyper, values):
     return stat
 
 
-def close(a, b, rtol=1e-9, atol=1e-9):
+def close(a, b, rtol, atol=1e-9):
     """Equal up to rounding: relative for what is large, absolute for what is small."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -123,7 +123,9 @@ def oracle(name, values):
 @by_example
 def test_no_values_have_marginal_one(name, double):
     pair, hyper, _ = read(name)
-    np.testing.assert_allclose(pair.log_marginal(hyper, pair.empty(hyper)), 0, atol=1e-9)
+    np.testing.assert_allclose(
+        pair.log_marginal(hyper, pair.empty(hyper)), 0, atol=1e-9
+    )
 
 
 @by_example
@@ -158,7 +160,9 @@ def test_predictive_is_a_ratio_of_marginals(name, double):
         for x in values:
             ratio = pair.log_marginal(hyper, pair.add(stat, x))
             ratio -= pair.log_marginal(hyper, stat)
-            np.testing.assert_allclose(pair.score(table, x), ratio, rtol=1e-7, atol=1e-7)
+            np.testing.assert_allclose(
+                pair.score(table, x), ratio, rtol=1e-7, atol=1e-7
+            )
 
 
 @by_example
@@ -298,9 +302,7 @@ def test_marginal_is_the_mean_likelihood_under_the_prior(name, double):
     values = values[:3]
     theta = generate(pair, hyper, 100_000, seed=1)
     stat = fold(pair, hyper, values)
-    ratio = np.exp(
-        log_likelihood(pair, theta, values) - pair.log_marginal(hyper, stat)
-    )
+    ratio = np.exp(log_likelihood(pair, theta, values) - pair.log_marginal(hyper, stat))
     z = (ratio.mean() - 1) / (ratio.std() / np.sqrt(len(ratio)))
     assert abs(z) < 4.5, z
 
@@ -425,7 +427,9 @@ ACCUMULATED = {0.0: (1e-6, 2e-3), 10.0: (3e-4, 2e-3), 1e3: 1e-2, 1e5: 0.15, 1e6:
 @pytest.mark.parametrize("offset", ACCUMULATED)
 def test_normal_statistics_accumulate_in_float32(offset):
     bound = ACCUMULATED[offset]
-    of_mean, of_square = bound if isinstance(bound, tuple) else (bound, 2e-3 + bound / 4)
+    of_mean, of_square = (
+        bound if isinstance(bound, tuple) else (bound, 2e-3 + bound / 4)
+    )
     for n in COUNTS:
         x = (offset + np.random.default_rng(n).normal(size=n)).astype(np.float32)
         expected, _, _ = normal_in_double(
@@ -435,6 +439,33 @@ def test_normal_statistics_accumulate_in_float32(offset):
         assert count == n
         assert abs(mean - expected[1]) <= of_mean, n
         assert abs(square - expected[2]) <= of_square * expected[2], n
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, 1e9])
+def test_a_far_origin_costs_a_normal_block_nothing(offset):
+    # The prior's mean is where the values are: values less the mean are exact.
+    num_rows = 1000
+    step = float(np.spacing(np.float32(offset + 1)))
+    spread = 100 * step if offset else 1.0
+    noise = spread * np.random.default_rng(0).normal(size=num_rows)
+    x = jnp.asarray(offset + noise, jnp.float32)
+    block = NORMAL.block((SiteShape("x", (("variance", "v"), ("loc", "m")), ()),))
+    prior = {"mean": offset, "kappa": 0.1, "shape": 2.0, "rate": spread**2}
+    hyper = block.pack([{k: jnp.float32(v) for k, v in prior.items()}])
+    packed = Packed(block, hyper, (x,), [])
+    stats_ = collect(packed, jnp.zeros(num_rows, jnp.int32), 1)
+    zero, off = jnp.int32(0), jnp.asarray(False)
+    taken = block.take(hyper, stats_, block.row(hyper, (x,), zero), zero, off)
+    queries = np.float32(offset + spread * QUERIES)
+    _, expected, marginal = normal_in_double(prior, x, queries)
+    tables = block.tables(hyper, stats_)
+    for query, score in zip(queries, expected, strict=True):
+        row = block.row(hyper, (query[None],), zero)
+        got = block.score(hyper, stats_, tables, taken, row)
+        assert abs(got[0] - score) < 1e-4
+    assert abs(block.log_marginal(hyper, stats_)[0] - marginal) < 2e-2
+    loc = block.draw(random.key(0), hyper, stats_)["m"]
+    assert abs(loc[0] - offset - noise.mean()) < 6 * spread / np.sqrt(num_rows) + step
 
 
 def test_categorical_block_in_float32_is_that_in_float64():
@@ -598,7 +629,12 @@ def test_block_scores_and_marginals_are_sums_over_features(kind, double):
     tables = block.tables(hyper, stats)
     # Rows that share categories with the row that is out, and those that don't; a live
     # removal from a cluster of one row, of three, and none.
-    for leaves, enters, live in ((4, 4, True), (2, 9, True), (8, 0, True), (0, 10, False)):
+    for leaves, enters, live in (
+        (4, 4, True),
+        (2, 9, True),
+        (8, 0, True),
+        (0, 10, False),
+    ):
         out = jnp.asarray(leaves)
         k = int(z[leaves])
         taken = block.take(
@@ -705,8 +741,9 @@ def assert_in_step(kind, z, moved, rebuilt, drift):
         close(stats, expected, rtol=0, atol=0)
         return
     np.testing.assert_array_equal(stats[0], expected[0])
-    np.testing.assert_array_equal(stats[0][0], np.bincount(z[z >= 0], minlength=len(
-        stats[0][0])))
+    np.testing.assert_array_equal(
+        stats[0][0], np.bincount(z[z >= 0], minlength=len(stats[0][0]))
+    )
     n = np.maximum(stats[0], 1)
     # Columns have a standard deviation of one.
     assert np.abs(stats[1] - expected[1]).max() < drift
@@ -719,7 +756,9 @@ WALKS = pytest.mark.parametrize("num_rows, num_clusters", [(7, 5), (NUM_ROWS, 3)
 
 @by_kind
 @WALKS
-def test_tables_and_statistics_stay_in_step_over_1e5_moves(kind, num_rows, num_clusters):
+def test_tables_and_statistics_stay_in_step_over_1e5_moves(
+    kind, num_rows, num_clusters
+):
     z, moved, rebuilt = walk(
         random.key(1),
         kind=kind,
@@ -733,7 +772,9 @@ def test_tables_and_statistics_stay_in_step_over_1e5_moves(kind, num_rows, num_c
 @pytest.mark.slow
 @by_kind
 @WALKS
-def test_tables_and_statistics_stay_in_step_over_2e6_moves(kind, num_rows, num_clusters):
+def test_tables_and_statistics_stay_in_step_over_2e6_moves(
+    kind, num_rows, num_clusters
+):
     z, moved, rebuilt = walk(
         random.key(2),
         kind=kind,
@@ -748,8 +789,10 @@ def test_pack_broadcasts_hyperparameters_over_features(double):
     block = real_block()
     scalars = {"mean": 1.0, "kappa": 2.0, "shape": 3.0, "rate": 4.0}
     packed = block.pack([scalars, scalars])
-    for key, value in scalars.items():
-        np.testing.assert_array_equal(packed[key], np.full(5, value))
+    # The mean becomes the origin of the values.
+    np.testing.assert_array_equal(packed.origin, np.full(5, 1.0))
+    for key, value in (scalars | {"mean": 0.0}).items():
+        np.testing.assert_array_equal(packed.values[key], np.full(5, value))
     block = count_block()
     packed = block.pack([{"concentration": np.ones(c)} for c in (2, 5, 3)])
     np.testing.assert_array_equal(packed.category, np.ones(2 * 3 + 5 + 3 * 2))
@@ -805,8 +848,9 @@ def uniforms(kind, hyper, x, values, at):
         yield stats.invgamma.cdf(variance, hyper["shape"] + n / 2, scale=rate)
         yield stats.norm.cdf(values["loc"][at], mean, np.sqrt(variance / kappa))
         return
-    a = hyper["concentration"] + np.bincount(x.astype(int), minlength=len(
-        hyper["concentration"]))
+    a = hyper["concentration"] + np.bincount(
+        x.astype(int), minlength=len(hyper["concentration"])
+    )
     probs = values["probs"][at]
     np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-6)
     for c in range(len(a) - 1):
@@ -911,9 +955,9 @@ def half_step(a):
 
 def test_log_gamma_half_step_in_float32():
     # Half of the difference of a count; the error is that of one logarithm.
-    a = np.concatenate(
-        [np.geomspace(1e-6, 1e9, 2000), np.arange(1, 2000) / 2]
-    ).astype(np.float32)
+    a = np.concatenate([np.geomspace(1e-6, 1e9, 2000), np.arange(1, 2000) / 2]).astype(
+        np.float32
+    )
     expected = half_step(a)
     for fn in (log_gamma_half_step, jax.jit(log_gamma_half_step)):
         error = np.abs(fn(jnp.asarray(a)) - expected)

@@ -135,7 +135,9 @@ def exact(table, law, capacity=None):
 
     data = TABLES[table]
     num_rows = len(next(iter(data.values())))
-    return testing.enumerate_posterior(log_prior, partial(log_marginals, data), num_rows)
+    return testing.enumerate_posterior(
+        log_prior, partial(log_marginals, data), num_rows
+    )
 
 
 # --- Runs through MCMC -----------------------------------------------------------------
@@ -665,7 +667,9 @@ def test_annealed_draw_nears_the_posterior_as_the_warmup_grows():
     for num_warmup in (1, 4, 16, 32):
         schedule = LinearSchedule()
         law = (chain.size == 0).astype(float)
-        for a, c in zip(*schedule.checked_steps(chain.num_rows, num_warmup), strict=True):
+        for a, c in zip(
+            *schedule.checked_steps(chain.num_rows, num_warmup), strict=True
+        ):
             law = chain.step(law, int(a), int(c))
         for z, _ in annealed(schedule, num_warmup, seed=num_warmup):
             pass

@@ -105,7 +105,7 @@ def test_base_measures_of_categories_are_well_defined(family):
 
 
 def test_a_new_cluster_predicts_a_column_as_wide_as_it_is():
-    # Mean and standard deviation of 20,000 prior draws of a cell in a cluster of its own
+    # Mean and standard deviation of 20,000 prior draws of a cell in a cluster by itself
     # (Student t of 8 degrees of freedom: 4 standard errors, false alarm 1e-4 each).
     x = np.random.default_rng(1).normal(50, 3, (200, 1))
     model = handlers.uncondition(partial(dpmm.real, shape=4.0, num_clusters=1))

@@ -55,7 +55,9 @@ def run(seed, num_chains, num_rows, size, added, churned, chunk):
     total = added + churned
     num_chunks = -(-total // chunk)
     full = partial(jnp.full, (num_chains,), dtype=jnp.int32)
-    order = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32), (num_chains, num_rows))
+    order = jnp.broadcast_to(
+        jnp.arange(num_rows, dtype=jnp.int32), (num_chains, num_rows)
+    )
     subsample, churn, moves = jax.device_get(
         draw_step(
             random.split(random.key(seed), num_chains),
@@ -212,7 +214,9 @@ def test_vectorized_chains_draw_what_each_draws_alone():
     together = draw(keys, order, size, added, churned)
     subsample, churn, moves = jax.device_get(together)
     assert (subsample.size == size + added).all()
-    np.testing.assert_array_equal(np.sort(subsample.order), np.tile(np.arange(6), (6, 1)))
+    np.testing.assert_array_equal(
+        np.sort(subsample.order), np.tile(np.arange(6), (6, 1))
+    )
     for i in range(len(size)):
         one = slice(i, i + 1)
         alone = draw(keys[one], order[one], size[one], added[one], churned[one])
