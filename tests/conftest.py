@@ -6,7 +6,6 @@
 import gc
 import os
 
-import jax
 import pytest
 
 
@@ -30,6 +29,8 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True, scope="module")
 def drop_compiled_programs():
     """A process has a limited number of memory maps, and each program takes some."""
+    import jax  # not before `pytest_configure`
+
     yield
     jax.clear_caches()
     gc.collect()

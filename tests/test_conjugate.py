@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Laws of the conjugate pairs, of the blocks that pack them, and of their special functions.
+Laws of the conjugate pairs, of the blocks that pack them, and of special functions.
 
 The laws hold for every pair and are stated in float64; what float32 loses is bounded
 apart. Statistical tests have fixed seeds and no retries; a comment at each states its
@@ -117,7 +117,7 @@ def oracle(name, values):
     return testing.categorical_log_marginal(codes, hyper["concentration"])
 
 
-# --- Laws of a pair -----------------------------------------------------------------
+# --- Laws of a pair -----------------------------------------------------------
 
 
 @by_example
@@ -204,7 +204,7 @@ def test_adding_then_removing_is_the_identity(name, double):
 
 @by_example
 def test_removing_all_leaves_exactly_nothing(name):
-    # In float32 too: what is left by rounding would go on to the next cluster in a slot.
+    # In float32 too: what rounding leaves would go on to the next cluster in a slot.
     pair, hyper, values = read(name)
     stat = fold(pair, hyper, values)
     for x in values:
@@ -296,8 +296,8 @@ def test_bayes_law_with_numpyros_densities(name, double):
     "name", ["normal", "two categories", "uneven categories", "many categories"]
 )
 def test_marginal_is_the_mean_likelihood_under_the_prior(name, double):
-    # By 10^5 draws of the pair's generative program: z below 4.5, a false alarm in 7 of a
-    # million each.
+    # By 10^5 draws of the pair's generative program: z below 4.5, a false alarm in 7 of
+    # a million each.
     pair, hyper, values = read(name)
     values = values[:3]
     theta = generate(pair, hyper, 100_000, seed=1)
@@ -331,7 +331,7 @@ def test_hyperparameters_are_read_off_the_prior(name, double):
         np.testing.assert_allclose(got[key], value, rtol=1e-12)
 
 
-# --- What a column may hold ----------------------------------------------------------
+# --- What a column may hold ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_categories_must_be_codes(column, bad):
     assert DIRICHLET.data_error(np.array([0.0, 2.0]), hyper) is None
 
 
-# --- float32 -------------------------------------------------------------------------
+# --- float32 ------------------------------------------------------------------
 
 # Rows in a cluster, and how many standard deviations the column is away from zero.
 COUNTS = (1, 10, 1000, 100_000, 1_000_000)
@@ -412,15 +412,15 @@ def test_normal_formulas_in_float32_are_those_in_float64(offset):
         table = NORMAL.predictive(hyper, stat)
         got = jax.vmap(partial(NORMAL.score, table))(jnp.asarray(queries))
         assert np.abs(got - scores).max() < 2e-5 + 4 * step, n
-        # The terms of the marginal are up to 10 n; its slope in the location is below 1.
+        # The marginal's terms are up to 10 n; its slope in the location is below 1.
         error = abs(NORMAL.log_marginal(hyper, stat) - marginal)
         assert error < 2e-6 * (10 + 10 * n) + step, n
 
 
 # What accumulation in float32, one value at a time, may add to that: an error of the
 # mean in standard deviations, and a relative one of the sum of squares. Increments of
-# the mean fall below a step of float32 at large offsets, and those of the sum of squares
-# at large counts.
+# the mean fall below a step of float32 at large offsets, and those of the sum of
+# squares at large counts.
 ACCUMULATED = {0.0: (1e-6, 2e-3), 10.0: (3e-4, 2e-3), 1e3: 1e-2, 1e5: 0.15, 1e6: 0.5}
 
 
@@ -469,8 +469,8 @@ def test_a_far_origin_costs_a_normal_block_nothing(offset):
 
 
 def test_categorical_block_in_float32_is_that_in_float64():
-    # Scores to 1e-5 nats a feature at counts up to 10^6; the log marginal to 1e-6 of the
-    # gamma functions that it is made of.
+    # Scores to 1e-5 nats a feature at counts up to 10^6; the log marginal to 1e-6 of
+    # the gamma functions that it is made of.
     block = count_block()
     rng = np.random.default_rng(0)
     hyper = [{"concentration": c} for c in CONCENTRATIONS]
@@ -502,7 +502,7 @@ def test_categorical_block_in_float32_is_that_in_float64():
         assert np.abs(out[0][1] - out[1][1]).max() < 1e-6 * size, n
 
 
-# --- Blocks ---------------------------------------------------------------------------
+# --- Blocks -------------------------------------------------------------------
 
 # Several sites of one pair, with features of different shapes.
 REAL_SITES = (
@@ -700,8 +700,8 @@ def test_block_moves_are_those_of_a_recount(kind, double):
 @partial(jax.jit, static_argnames=("kind", "num_rows", "num_clusters", "num_moves"))
 def walk(rng_key, *, kind, num_rows, num_clusters, num_moves):
     """
-    Assignments, statistics and tables after random moves: a row out or none, a row in or
-    none, often the same row or the same cluster.
+    Assignments, statistics and tables after random moves: a row out or none, a row in
+    or none, often the same row or the same cluster.
     """
     packed = pack(kind)
     block, hyper, data, _ = packed
@@ -799,7 +799,7 @@ def test_pack_broadcasts_hyperparameters_over_features(double):
     np.testing.assert_array_equal(packed.total, [2, 2, 2, 5, 3, 3])
 
 
-# --- Draws ------------------------------------------------------------------------------
+# --- Draws --------------------------------------------------------------------
 
 
 @by_kind
@@ -943,7 +943,7 @@ def args_of(fn):
     return [getattr(fn, name) for name in fn.arg_constraints]
 
 
-# --- Special functions ------------------------------------------------------------------
+# --- Special functions --------------------------------------------------------
 
 
 def half_step(a):

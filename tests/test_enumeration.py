@@ -31,14 +31,16 @@ from numpyro_subanneal import (
     PriorGibbs,
     SequentialGibbs,
     SubsampleAnnealedGibbs,
-    plan as planning,
     rows,
     testing,
+)
+from numpyro_subanneal import (
+    plan as planning,
 )
 from numpyro_subanneal.schedule import Steps
 from numpyro_subanneal.subsample import Subsample
 
-# --- Models -------------------------------------------------------------------------
+# --- Models -------------------------------------------------------------------
 
 # Hyperparameters of each column; normal ones as mean, kappa, shape, rate.
 X_HYPER = (
@@ -140,15 +142,16 @@ def exact(table, law, capacity=None):
     )
 
 
-# --- Runs through MCMC -----------------------------------------------------------------
+# --- Runs through MCMC --------------------------------------------------------
 
 NUM_CHAINS = 400
 THINNING = 8  # sweeps; `test_draws_are_nearly_independent` says why
 KEPT = 64
 DROPPED = 6  # of the kept draws, 48 sweeps, until the start is forgotten
 
-# NB: warm-ups of one length. Programs then differ by table only, as the schedule travels
-# in the state and the prior's parameters are arguments; compiling is most of the time.
+# NB: warm-ups of one length. Programs then differ by table only, as the schedule
+# travels in the state and the prior's parameters are arguments; compiling is most of
+# the time.
 SCHEDULES = {
     "plain": (0, None),
     "linear": (3, LinearSchedule()),
@@ -283,7 +286,7 @@ def test_log_joint_is_the_oracles_of_the_same_draw(run):
     assert (fields["subsample_size"] == z.shape[-1]).all()
 
 
-# --- Parameters of the clusters ---------------------------------------------------------
+# --- Parameters of the clusters -----------------------------------------------
 
 
 def normal_posterior(x, mean, kappa, shape, rate):
@@ -347,7 +350,7 @@ def uniforms(table, draws):
         for d, prior in enumerate(concentration):
             counts = by_subset(
                 num_rows,
-                lambda r, c=codes[:, d], m=len(prior): np.bincount(c[r], minlength=m),
+                lambda r, c=codes[:, d], p=prior: np.bincount(c[r], minlength=p.size),
             )
             a = counts[subset] + prior
             for c in range(len(prior) - 1):
@@ -432,7 +435,7 @@ def test_parameters_of_a_rows_cluster_follow_the_enumerated_mixture(run):
         assert_mean(draws[f"{name}_probs"][:, :, 0], posterior.expectation(mean_probs))
 
 
-# --- Capacity below the number of rows -------------------------------------------------
+# --- Capacity below the number of rows ----------------------------------------
 
 
 def test_capacity_restricts_the_posterior_and_is_counted():
@@ -442,8 +445,8 @@ def test_capacity_restricts_the_posterior_and_is_counted():
     run = sampled("mixed", "dp", "plain", capacity=3, dirichlet=True)
     assert_law(run.index, posterior.probs)
 
-    # A move could not open a cluster when three are occupied without its row. Moves leave
-    # the posterior unchanged, so the rate of that is exact too.
+    # A move could not open a cluster when three are occupied without its row. Moves
+    # leave the posterior unchanged, so the rate of that is exact too.
     def rate(z):
         left = [len(set(np.delete(z, i))) for i in range(len(z))]
         return np.mean(np.array(left) == 3)
@@ -457,8 +460,8 @@ def test_capacity_restricts_the_posterior_and_is_counted():
 @pytest.mark.parametrize("num_chains", [1, 2])
 def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
     # Chunks of 5 moves, compiled for 2, 4 and 6 clusters with no room to spare, so that
-    # most sweeps outgrow a width or end a chunk on the way. Few chains, as vectorized ones
-    # share a width. False alarm: 0.1 % each.
+    # most sweeps outgrow a width or end a chunk on the way. Few chains, as vectorized
+    # ones share a width. False alarm: 0.1 % each.
     def no_more_room(counts):
         used = counts > 0
         last = jnp.max(jnp.where(used, jnp.arange(1, len(counts) + 1), 0))
@@ -503,7 +506,7 @@ def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
     assert_law(testing.partition_index(z, posterior.partitions), posterior.probs)
 
 
-# --- The anneal itself -------------------------------------------------------------------
+# --- The anneal itself --------------------------------------------------------
 
 # The chain of Obermeyer et al. (2014) on the subsets of five rows and the partitions of
 # each is finite: 203 states. Its law after each warm-up step is exact, and the kernel's
@@ -551,7 +554,7 @@ class Anneal:
         return int(testing.partition_index(z, self.states))
 
     def step(self, law, added, churned):
-        """The law after a warm-up step: additions are spread evenly, one at the start."""
+        """The law after a warm-up step: additions spread evenly, one at the start."""
         total = added + churned
         done = 0
         for move in range(total):
@@ -585,8 +588,8 @@ ANNEALS = {
 @cache
 def anneal_step():
     """
-    One step of many chains, compiled once for every schedule: the schedule travels in the
-    state, and one that is shorter than the array begins later in it.
+    One step of many chains, compiled once for every schedule: the schedule travels in
+    the state, and one that is shorter than the array begins later in it.
     """
     kernel = SubsampleAnnealedGibbs(partial(model, TABLES["real"]))
     args = LAWS["py"]
@@ -671,8 +674,7 @@ def test_annealed_draw_nears_the_posterior_as_the_warmup_grows():
             *schedule.checked_steps(chain.num_rows, num_warmup), strict=True
         ):
             law = chain.step(law, int(a), int(c))
-        for z, _ in annealed(schedule, num_warmup, seed=num_warmup):
-            pass
+        *_, (z, _) = annealed(schedule, num_warmup, seed=num_warmup)
         assert_law(testing.partition_index(z, chain.states), law)
         index = testing.partition_index(z, posterior.partitions)
         report = testing.goodness_of_fit(index, posterior.probs)

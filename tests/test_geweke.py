@@ -6,10 +6,10 @@ Geweke's joint distribution test of the kernel.
 
 Partition, cluster parameters and data drawn from the model have the law of a chain that
 alternates a step of the kernel with new data given what the kernel drew. The model is
-written out once more here: the partition by the restaurant's urn, the parameters and the
-data by NumPy, so that nothing of the package draws from the prior. What the kernel never
-sees in an enumeration is tested here: its draws of parameters feed back, tables of 40
-rows, and more clusters than the narrowest compiled width.
+written out once more here: the partition by the restaurant's urn, the parameters and
+the data by NumPy, so that nothing of the package draws from the prior. What no
+enumeration sees is tested here: draws of parameters that feed back, a table of 40 rows,
+and more clusters than the narrowest compiled width.
 """
 
 from typing import NamedTuple

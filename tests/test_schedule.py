@@ -109,7 +109,7 @@ def test_abstract_schedule_cannot_be_made():
         AbstractSchedule()
 
 
-# --- Checks ------------------------------------------------------------------------------
+# --- Checks -------------------------------------------------------------------
 
 
 class Given(AbstractSchedule):
@@ -181,7 +181,7 @@ def test_linear_schedule_names_a_bad_churn(churn):
     assert LinearSchedule(np.int64(3)) == LinearSchedule(3)
 
 
-# --- In the kernel -------------------------------------------------------------------------
+# --- In the kernel ------------------------------------------------------------
 
 NUM_ROWS = 7
 

@@ -170,8 +170,8 @@ def assert_uniform(choice, n, before, choices):
 
 @pytest.mark.parametrize("step", [(6, 0, 3, 0, 3), (6, 0, 3, 7, 4), (6, 3, 0, 5, 9)])
 def test_rows_that_are_in_are_a_uniform_subset(step):
-    # Chi-square over the 20 subsets; false alarm 0.01 % each. The third starts from rows
-    # 0, 1, 2 and is mixed by churning: what is left of the start is exactly known.
+    # Chi-square over the 20 subsets; false alarm 0.01 % each. The third starts from
+    # rows 0, 1, 2 and is mixed by churning: what is left of the start is known exactly.
     num_rows, size, added, churned, chunk = step
     num_chains = 20_000
     subsample, _, _ = run(3, num_chains, num_rows, size, added, churned, chunk)
@@ -237,7 +237,7 @@ def test_over_chains_is_the_maximum_over_vectorized_chains():
     np.testing.assert_array_equal(nested(jnp.array([[3, 9], [10, 1]])), 10)
 
 
-# --- Random bits to rows ---------------------------------------------------------------
+# --- Random bits to rows ------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 10**6, 2**31 - 1])
@@ -277,8 +277,9 @@ def test_rows_of_a_large_table_are_uniform():
 
 
 def test_removals_from_a_large_subsample_are_uniform():
-    # A subsample of 600,000 of 10^6 rows churns 10^6 times: rows that leave, by the place
-    # in the order that they came from, and rows that enter. Each at 1e-4.
+    # A subsample of 600,000 of 10^6 rows churns 10^6 times. The rows that were in at
+    # the start are exchangeable, and so are those that were out: which of each are in at
+    # the end is spread evenly over the table. Chi-square of each at 1e-4.
     n, size, total = 10**6, 600_000, 10**6
     subsample = Subsample(jnp.arange(n, dtype=jnp.int32), jnp.int32(size))
     churn = Churn.start(jnp.int32(1), jnp.int32(total))
@@ -287,9 +288,6 @@ def test_removals_from_a_large_subsample_are_uniform():
     order = np.asarray(after.order)
     assert after.size == size + 1
     assert np.array_equal(np.sort(order), np.arange(n))
-    # Out for good after T removals is a row with probability about exp(-T / size) ...
-    # what is compared is symmetric: rows that were in, and rows that were out, are
-    # exchangeable among themselves.
     inside = np.zeros(n, bool)
     inside[order[: size + 1]] = True
     for part in (inside[:size], inside[size:]):

@@ -20,7 +20,7 @@ def log_gamma_half_step(a: Array) -> Array:
     dropped term is below the dtype's rounding after that many steps.
     """
     a = jnp.asarray(a, jnp.result_type(float, a))
-    num_steps = 4 if a.dtype.itemsize <= 4 else 14
+    num_steps = 4 if a.dtype.itemsize <= 4 else 20
     ratio = jnp.ones_like(a)
     for j in range(num_steps):
         ratio = ratio * ((a + j) / (a + j + 0.5))
