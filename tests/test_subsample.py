@@ -278,8 +278,8 @@ def test_rows_of_a_large_table_are_uniform():
 
 def test_removals_from_a_large_subsample_are_uniform():
     # A subsample of 600,000 of 10^6 rows churns 10^6 times. The rows that were in at
-    # the start are exchangeable, and so are those that were out: which of each are in at
-    # the end is spread evenly over the table. Chi-square of each at 1e-4.
+    # the start are exchangeable, and so are those that were out: those of each that are
+    # in at the end are spread evenly over the table. Chi-square of each at 1e-4.
     n, size, total = 10**6, 600_000, 10**6
     subsample = Subsample(jnp.arange(n, dtype=jnp.int32), jnp.int32(size))
     churn = Churn.start(jnp.int32(1), jnp.int32(total))
