@@ -3,8 +3,12 @@
 
 """Subsample-annealed collapsed Gibbs sampling for NumPyro."""
 
+from numpyro_subanneal.conjugate.base import AbstractConjugatePair
+from numpyro_subanneal.conjugate.registry import register_conjugate
 from numpyro_subanneal.distributions import (
     ChineseRestaurantProcess,
+    FiniteDirichletMixture,
+    MixtureOfFiniteMixtures,
     PitmanYorProcess,
 )
 from numpyro_subanneal.kernel import (
@@ -22,9 +26,12 @@ from numpyro_subanneal.schedule import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbstractConjugatePair",
     "AbstractSchedule",
     "ChineseRestaurantProcess",
+    "FiniteDirichletMixture",
     "LinearSchedule",
+    "MixtureOfFiniteMixtures",
     "NotRecognised",
     "PitmanYorProcess",
     "PriorGibbs",
@@ -32,4 +39,5 @@ __all__ = [
     "SubsampleAnnealedGibbs",
     "SubsampleAnnealedGibbsState",
     "explain",
+    "register_conjugate",
 ]

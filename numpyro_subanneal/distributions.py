@@ -29,8 +29,13 @@ from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import promote_shapes, validate_sample
 from numpyro.util import is_prng_key, not_jax_tracer
 
+from numpyro_subanneal.conjugate.base import loggamma
+from numpyro_subanneal.conjugate.special import log1p_of
+
 __all__ = [
     "ChineseRestaurantProcess",
+    "FiniteDirichletMixture",
+    "MixtureOfFiniteMixtures",
     "PartitionDistribution",
     "PitmanYorProcess",
 ]
@@ -115,7 +120,7 @@ class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
         message = self.parameter_error()
         if message is not None:
             raise ValueError(message)
-        if strict and not all(map(not_jax_tracer, self.get_args().values())):
+        if strict and not all(map(not_jax_tracer, jax.tree.leaves(self))):
             raise RuntimeError("Cannot validate arguments inside jitted code.")
 
     @abstractmethod
@@ -409,6 +414,301 @@ class ChineseRestaurantProcess(PartitionDistribution):
         return _log_prob_labels(labels, self.concentration, 0.0)
 
 
+@final
+class FiniteDirichletMixture(PartitionDistribution):
+    r"""
+    Partition of ``size`` rows under a mixture of a known number of components.
+
+    With :math:`\gamma` the concentration and :math:`K` the number of components, the
+    weights are symmetric Dirichlet(:math:`\gamma, \dots, \gamma`) and each row takes a
+    component by them. A partition into :math:`t \le K` clusters of sizes
+    :math:`n_1, \dots, n_t` that sum to :math:`N` has probability (Pitman, 2006,
+    Equation 2.18; Green and Richardson, 2001, Equation 3)
+
+    .. math::
+
+        p(n_1, \dots, n_t) = \frac{K!}{(K - t)!}
+        \frac{\Gamma(K \gamma)}{\Gamma(N + K \gamma)}
+        \prod_{j=1}^{t} \frac{\Gamma(n_j + \gamma)}{\Gamma(\gamma)},
+
+    which is the law of :class:`PitmanYorProcess` continued to the discount
+    :math:`-\gamma` and the concentration :math:`K \gamma`. A partition into more than
+    :math:`K` clusters has probability zero.
+
+    Row by row: row :math:`i` (from zero) joins a cluster of :math:`n_j` earlier rows
+    with probability :math:`(n_j + \gamma) / (K \gamma + i)`, and opens a new one with
+    probability :math:`(K - t) \gamma / (K \gamma + i)`.
+
+    :param concentration: :math:`\gamma > 0`, *of each component*. Most components stay
+        empty in the sparse form ``concentration=alpha / num_components``, which tends
+        to the :class:`ChineseRestaurantProcess` of concentration ``alpha``.
+    :param int num_components: :math:`K`, a positive Python or NumPy integer.
+    :param int size: number of rows, a nonnegative Python or NumPy integer.
+    :param bool validate_args: whether to check the parameters and the values given
+        to :meth:`log_prob`; by default as :func:`numpyro.enable_validation` says.
+    :raises ValueError: if ``num_components`` is not a positive integer or ``size`` not
+        a nonnegative one (always), or a concrete concentration is out of range or not
+        finite (under validation).
+
+    .. note:: :meth:`sample` flips coins of 32 bits: in float32 the probability of a
+        component is right to :math:`2^{-32}` or, if that is more, to :math:`2^{-20}`
+        of itself.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_subanneal.distributions import FiniteDirichletMixture
+        >>> prior = FiniteDirichletMixture(concentration=1.0, num_components=3, size=4)
+        >>> # Two pairs: 3 * 2 * (2!)**2 / (3 * 4 * 5 * 6).
+        >>> print(f"{jnp.exp(prior.log_prob(jnp.array([7, 7, 1, 1]))):.5f}")
+        0.06667
+
+    **References:**
+
+    1. Green, P. J. and Richardson, S. (2001). *Modelling heterogeneity with and without
+       the Dirichlet process*. Scandinavian Journal of Statistics 28.
+    2. Pitman, J. (2006). *Combinatorial Stochastic Processes*. Springer.
+    """
+
+    arg_constraints = {"concentration": constraints.positive}
+    pytree_aux_fields = ("num_components",)
+
+    def __init__(
+        self,
+        concentration: ArrayLike,
+        num_components: int,
+        size: int,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.concentration = concentration
+        self.num_components = _positive_integer(
+            type(self).__name__, "num_components", num_components, "of components"
+        )
+        super().__init__(size, jnp.shape(concentration), validate_args=validate_args)
+
+    def parameter_error(self) -> str | None:
+        return _component_concentration_error(self)
+
+    def log_weight_existing(self, counts: ArrayLike) -> jax.Array:
+        _, discount = self._two_parameters()
+        return _log_weight_existing(counts, 0.0, discount)
+
+    def log_weight_new(self, num_clusters: ArrayLike, num_rows: ArrayLike) -> jax.Array:
+        return _log_weight_new(
+            num_clusters, num_rows, *self._two_parameters(), self.num_components
+        )
+
+    def log_eppf(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        return _log_eppf(
+            counts, *self._two_parameters(), self.num_components, axis=axis
+        )
+
+    def sample(
+        self, key: jax.Array | None, sample_shape: tuple[int, ...] = ()
+    ) -> jax.Array:
+        """
+        Draws label vectors, clusters named in order of first appearance.
+
+        :param jax.Array key: random key, typed or of the old kind.
+        :param tuple sample_shape: shape of the independent draws.
+        :return: int32 labels, shape ``sample_shape + batch_shape + (size,)``.
+        """
+        assert is_prng_key(key)
+        return _sample_finite(
+            key,
+            self.concentration,
+            self.num_components,
+            max_components=self.num_components,
+            shape=self.shape(sample_shape),
+        )
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> jax.Array:
+        labels = _as_labels(self, value)
+        return _log_prob_labels(labels, *self._two_parameters(), self.num_components)
+
+    def _two_parameters(self) -> tuple[jax.Array, jax.Array]:
+        """
+        Concentration and discount of the two-parameter law.
+        """
+        per_component, _ = _float_parameters(self.concentration, 0.0)
+        return self.num_components * per_component, -per_component
+
+
+@final
+class MixtureOfFiniteMixtures(PartitionDistribution):
+    r"""
+    Partition of ``size`` rows under a mixture of an unknown number of components.
+
+    The number of components less one follows ``extra_components``; given that it is
+    :math:`K`, the weights are symmetric Dirichlet(:math:`\gamma, \dots, \gamma`) and
+    each row takes a component by them. A partition into :math:`t` clusters of sizes
+    :math:`n_1, \dots, n_t` that sum to :math:`N` has probability (Miller and Harrison,
+    2018, Theorem 3.1 and Equation 3.2)
+
+    .. math::
+
+        p(n_1, \dots, n_t) = V_N(t) \prod_{j=1}^{t} \gamma^{(n_j)}, \qquad
+        V_n(t) = \sum_{k=t}^{\infty} \frac{k_{(t)}}{(\gamma k)^{(n)}} p_K(k),
+
+    where :math:`x^{(m)} = x (x + 1) \cdots (x + m - 1)` and
+    :math:`x_{(m)} = x (x - 1) \cdots (x - m + 1)`.
+
+    Row by row (ibid., Equation 3.6): with :math:`n` rows in :math:`t` clusters, the
+    next one joins a cluster of :math:`n_j` rows with a weight of :math:`n_j + \gamma`,
+    and opens a new one with :math:`\gamma V_{n+1}(t + 1) / V_{n+1}(t)`: that is
+    :math:`\gamma` times the mean number of components that are empty, under
+    :math:`p(k) \propto k_{(t)} / (\gamma k)^{(n+1)} p_K(k)`. Clusters are fewer than
+    components; their number tends to that of the components as rows are added.
+
+    :param concentration: :math:`\gamma > 0`, of each component.
+    :param extra_components: NumPyro distribution of :math:`K - 1` over 0, 1, 2, ...,
+        such as ``dist.Poisson(1.0)``, ``dist.Geometric(0.2)`` or
+        ``dist.DiscreteUniform(0, 9)``. Its batch shape broadcasts with
+        ``concentration``.
+    :param int size: number of rows, a nonnegative Python or NumPy integer.
+    :param int max_components: where the sum over :math:`k` ends, a positive Python or
+        NumPy integer; a Gibbs move takes time in proportion. The law is exactly that of
+        ``extra_components`` restricted to :math:`K \le` ``max_components``
+        (renormalised), so partitions into more clusters have probability zero. A
+        concrete ``extra_components`` that puts more than :math:`10^{-6}` beyond it is
+        refused; a traced one cannot be checked.
+    :param bool validate_args: whether to check the parameters and the values given
+        to :meth:`log_prob`; by default as :func:`numpyro.enable_validation` says.
+    :raises ValueError: if ``extra_components`` is not a discrete distribution of
+        scalars, ``max_components`` not a positive integer or ``size`` not a nonnegative
+        one (always), or a concrete parameter is out of range (under validation).
+
+    .. note:: :meth:`sample` flips coins of 32 bits: in float32 the probability of a
+        component is right to :math:`2^{-32}` or, if that is more, to :math:`2^{-20}`
+        of itself. It draws ``max_components`` gamma variates for every label vector.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> import numpyro.distributions as dist
+        >>> from numpyro_subanneal.distributions import MixtureOfFiniteMixtures
+        >>> prior = MixtureOfFiniteMixtures(1.0, dist.DiscreteUniform(0, 1), size=2)
+        >>> # One or two components: (1 + 2 / 3) / 2 that two rows are together.
+        >>> print(f"{jnp.exp(prior.log_prob(jnp.array([0, 0]))):.5f}")
+        0.83333
+
+    **References:**
+
+    1. Miller, J. W. and Harrison, M. T. (2018). *Mixture models with a prior on the
+       number of components*. Journal of the American Statistical Association 113.
+    """
+
+    arg_constraints = {"concentration": constraints.positive}
+    pytree_data_fields = ("concentration", "extra_components")
+    pytree_aux_fields = ("max_components",)
+
+    def __init__(
+        self,
+        concentration: ArrayLike,
+        extra_components: Distribution,
+        size: int,
+        max_components: int = 128,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        name = type(self).__name__
+        is_distribution = isinstance(extra_components, Distribution)
+        if (
+            not is_distribution
+            or extra_components.event_shape
+            or not extra_components.is_discrete
+        ):
+            raise ValueError(
+                f"{name}: `extra_components` must be a discrete NumPyro distribution "
+                f"of scalars, got {extra_components!r}; it is the law of the number of "
+                "components less one, e.g. `dist.Poisson(1.0)`."
+            )
+        self.concentration = concentration
+        self.extra_components = extra_components
+        self.max_components = _positive_integer(
+            name, "max_components", max_components, "of components to sum over"
+        )
+        batch_shape = lax.broadcast_shapes(
+            jnp.shape(concentration), extra_components.batch_shape
+        )
+        super().__init__(size, batch_shape, validate_args=validate_args)
+
+    def parameter_error(self) -> str | None:
+        message = _component_concentration_error(self)
+        if message is not None:
+            return message
+        if not all(map(not_jax_tracer, jax.tree.leaves(self.extra_components))):
+            return None
+        # In float64, as the tail is what is left of one.
+        with jax.enable_x64(True), jax.ensure_compile_time_eval():
+            extra = jax.tree.map(_in_double, self.extra_components)
+            log_probs = _log_probs_below(extra, self.max_components)
+            outside = 1.0 - np.exp(np.asarray(log_probs)).sum(-1)
+        problem = _offending(outside, outside <= 1e-6)
+        if problem is None:
+            return None
+        return (
+            "MixtureOfFiniteMixtures: `extra_components` must have all but 1e-6 of its "
+            f"mass on 0, ..., `max_components` - 1 = {self.max_components - 1}, got "
+            f"{problem} outside; pass a larger `max_components`, or a distribution "
+            "with less mass on large numbers and none below zero."
+        )
+
+    def log_weight_existing(self, counts: ArrayLike) -> jax.Array:
+        concentration, _ = _float_parameters(self.concentration, 0.0)
+        # Of the batch shape, or less inside `vmap`.
+        probs_shape = jax.eval_shape(self._log_probs).shape[:-1]
+        return _log_weight_existing(counts, jnp.zeros(probs_shape), -concentration)
+
+    def log_weight_new(self, num_clusters: ArrayLike, num_rows: ArrayLike) -> jax.Array:
+        return _log_weight_new_mixed(
+            num_clusters, num_rows, self.concentration, self._log_probs()
+        )
+
+    def log_eppf(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        return _log_eppf_mixed(counts, self.concentration, self._log_probs(), axis=axis)
+
+    def sample(
+        self, key: jax.Array | None, sample_shape: tuple[int, ...] = ()
+    ) -> jax.Array:
+        """
+        Draws label vectors, clusters named in order of first appearance.
+
+        :param jax.Array key: random key, typed or of the old kind.
+        :param tuple sample_shape: shape of the independent draws.
+        :return: int32 labels, shape ``sample_shape + batch_shape + (size,)``.
+        """
+        assert is_prng_key(key)
+        key_number, key_labels = random.split(key)
+        shape = self.shape(sample_shape)
+        extra = random.categorical(key_number, self._log_probs(), shape=shape[:-1])
+        return _sample_finite(
+            key_labels,
+            self.concentration,
+            extra + 1,
+            max_components=self.max_components,
+            shape=shape,
+        )
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> jax.Array:
+        labels = _as_labels(self, value)
+        return _log_prob_labels_mixed(labels, self.concentration, self._log_probs())
+
+    def _log_probs(self) -> jax.Array:
+        """
+        Log probability of 1, ..., max_components components, on the last axis; not
+        renormalised.
+        """
+        return _log_probs_below(self.extra_components, self.max_components)
+
+
 # Checks of concrete values.
 
 
@@ -433,6 +733,39 @@ def _offending(values: np.ndarray, in_range: np.ndarray) -> str | None:
     return f"{values[index]:.6g}" + (f" at index {index}" if index else "")
 
 
+def _positive_integer(class_name: str, name: str, value: int, what: str) -> int:
+    """
+    The value as a Python integer, or a ValueError.
+    """
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or not 1 <= value < 2**31:
+        raise ValueError(
+            f"{class_name}: `{name}` must be a positive Python or NumPy integer below "
+            f"2**31, got {value!r}; pass the number {what}, e.g. `{name}=10`."
+        )
+    return int(value)
+
+
+def _component_concentration_error(prior: PartitionDistribution) -> str | None:
+    concentration = _concrete(prior.concentration)
+    if concentration is None:
+        return None
+    problem = _offending(concentration, concentration > 0.0)
+    if problem is None:
+        return None
+    return (
+        f"{type(prior).__name__}: `concentration` must be finite and greater than 0, "
+        f"got {problem}; it is the parameter of each component, e.g. "
+        "`alpha / num_components` for few occupied ones."
+    )
+
+
+def _in_double(leaf: ArrayLike) -> ArrayLike:
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return np.asarray(leaf, np.float64)
+    return leaf
+
+
 def _as_labels(prior: PartitionDistribution, value: ArrayLike) -> jax.Array:
     """
     The labels as an array, their last axis checked against the size.
@@ -451,7 +784,8 @@ def _as_labels(prior: PartitionDistribution, value: ArrayLike) -> jax.Array:
     return jnp.asarray(value)
 
 
-# The two-parameter law. Functions of arrays; discount 0 is the Dirichlet process.
+# The two-parameter law. Functions of arrays; discount 0 is the Dirichlet process. At a
+# negative discount `num_components` is given, which is -concentration / discount.
 
 
 def _float_parameters(
@@ -478,17 +812,38 @@ def _log_weight_existing(
     return jnp.where(occupied, jnp.log(weight), -jnp.inf)
 
 
+def _weight_new(
+    num_clusters: jax.Array,
+    concentration: jax.Array,
+    discount: jax.Array,
+    num_components: ArrayLike | None,
+) -> jax.Array:
+    """
+    Concentration plus discount times clusters, without cancellation where that falls
+    to zero, and then zero for more clusters.
+    """
+    if num_components is None:
+        return concentration + discount * num_clusters
+    left = jnp.asarray(num_components, discount.dtype) - num_clusters
+    return -discount * jnp.maximum(left, 0.0)
+
+
 def _log_weight_new(
     num_clusters: ArrayLike,
     num_rows: ArrayLike,
     concentration: ArrayLike,
     discount: ArrayLike,
+    num_components: ArrayLike | None = None,
 ) -> jax.Array:
     concentration, discount = _float_parameters(concentration, discount)
     num_clusters, _ = jnp.broadcast_arrays(num_clusters, num_rows)
-    weight = concentration + discount * num_clusters
+    weight = _weight_new(num_clusters, concentration, discount, num_components)
     # The first row opens a cluster whatever the concentration, which may be negative.
-    return jnp.log(jnp.where(num_clusters > 0, weight, 1.0))
+    weight = jnp.where(num_clusters > 0, weight, 1.0)
+    if num_components is None:
+        return jnp.log(weight)
+    positive = weight > 0.0
+    return jnp.where(positive, jnp.log(jnp.where(positive, weight, 1.0)), -jnp.inf)
 
 
 def _log_ratio(
@@ -511,10 +866,18 @@ def _stirling_remainder(x: jax.Array) -> jax.Array:
     Binet's function: ``gammaln(x)`` less ``(x - 1/2) log(x) - x + log(2 pi) / 2``, for
     positive ``x``.
     """
-    # From 10 on seven terms of the asymptotic series are exact to float64 rounding.
     large = x >= 10.0
-    x_large = jnp.where(large, x, 10.0)
+    series = _stirling_series(jnp.where(large, x, 10.0))
     x_small = jnp.where(large, 10.0, x)
+    leading = (x_small - 0.5) * jnp.log(x_small) - x_small + 0.5 * np.log(2 * np.pi)
+    return jnp.where(large, series, gammaln(x_small) - leading)
+
+
+def _stirling_series(x: jax.Array) -> jax.Array:
+    """
+    :func:`_stirling_remainder` by seven terms of the asymptotic series, exact to
+    rounding in float64 from 10 on and in float32 from 4 on.
+    """
     bernoulli = (
         1 / 12,
         -1 / 360,
@@ -524,18 +887,22 @@ def _stirling_remainder(x: jax.Array) -> jax.Array:
         -691 / 360360,
         1 / 156,
     )
-    inverse_square = 1.0 / (x_large * x_large)
-    series = jnp.zeros_like(x_large)
+    inverse = 1.0 / x
+    inverse_square = inverse * inverse
+    series = jnp.zeros_like(x)
     for coefficient in reversed(bernoulli):
         series = series * inverse_square + coefficient
-    series = series / x_large
-    leading = (x_small - 0.5) * jnp.log(x_small) - x_small + 0.5 * np.log(2 * np.pi)
-    return jnp.where(large, series, gammaln(x_small) - leading)
+    return series * inverse
 
 
 @partial(jax.jit, static_argnames=("axis",))
 def _log_eppf(
-    counts: ArrayLike, concentration: ArrayLike, discount: ArrayLike, *, axis: int = -1
+    counts: ArrayLike,
+    concentration: ArrayLike,
+    discount: ArrayLike,
+    num_components: ArrayLike | None = None,
+    *,
+    axis: int = -1,
 ) -> jax.Array:
     """
     Two-parameter EPPF from cluster sizes; see :class:`PitmanYorProcess`.
@@ -552,6 +919,8 @@ def _log_eppf(
     """
     concentration, discount = _float_parameters(concentration, discount)
     concentration, discount = concentration[..., None], discount[..., None]
+    if num_components is not None:
+        num_components = jnp.asarray(num_components)[..., None]
     dtype = concentration.dtype
     counts = jnp.moveaxis(jnp.asarray(counts), axis, -1)
     num_rows = counts.sum(-1, keepdims=True)
@@ -560,7 +929,10 @@ def _log_eppf(
     # First bracket; the gap to one of each factor is k (1 - d) / (c + k).
     k = jnp.arange(1, counts.shape[-1])
     used = k < num_clusters
-    numerator = jnp.where(used, concentration + k * discount, 1.0)
+    if num_components is not None:
+        used = used & (k < num_components)
+    opening = _weight_new(k, concentration, discount, num_components)
+    numerator = jnp.where(used, opening, 1.0)
     denominator = jnp.where(used, concentration + k, 1.0)
     gap = jnp.where(used, k * (1.0 - discount), 0.0)
     log_new = _log_ratio(numerator, denominator, gap).sum(-1)
@@ -571,7 +943,8 @@ def _log_eppf(
     m = jnp.where(counts > 0, counts - 1, 0).astype(dtype)
     b = concentration + jnp.maximum(num_clusters, 1)
     rest = (num_rows - num_clusters).astype(dtype)
-    gap = (num_rows - counts).astype(dtype) + (concentration + discount)
+    beside = _weight_new(1, concentration, discount, num_components)
+    gap = (num_rows - counts).astype(dtype) + beside
     gap = jnp.where(counts > 0, gap, 0.0)
 
     def log_rising(start, length):
@@ -579,15 +952,50 @@ def _log_eppf(
         return (start - 0.5) * jnp.log1p(length / start) + remainder
 
     log_old = (m * _log_ratio(a + m, b + rest, gap) + log_rising(a, m)).sum(-1)
-    return log_new + log_old - log_rising(b, rest)[..., 0]
+    log_eppf = log_new + log_old - log_rising(b, rest)[..., 0]
+    if num_components is None:
+        return log_eppf
+    return jnp.where((num_clusters > num_components)[..., 0], -jnp.inf, log_eppf)
 
 
 @jax.jit
 def _log_prob_labels(
-    labels: jax.Array, concentration: ArrayLike, discount: ArrayLike
+    labels: jax.Array,
+    concentration: ArrayLike,
+    discount: ArrayLike,
+    num_components: ArrayLike | None = None,
 ) -> jax.Array:
     """
     Log probability of the partition that labels of shape ``(..., N)`` stand for.
+    """
+    return _log_prob_sorted(
+        _sort_labels(labels), concentration, discount, num_components
+    )
+
+
+def _sort_labels(labels: jax.Array) -> jax.Array:
+    # NB: XLA would spend tens of seconds on folding the sums over a million labels that
+    # are constants of the program, as labels that a model closes over are.
+    return jnp.sort(lax.optimization_barrier(labels), axis=-1)
+
+
+def _opens(labels: jax.Array) -> jax.Array:
+    """
+    Which of the rows, sorted by their labels, are the first of a cluster.
+    """
+    first = jnp.ones_like(labels[..., :1], bool)
+    changes = jnp.concatenate([first, labels[..., 1:] != labels[..., :-1]], axis=-1)
+    return (labels >= 0) & changes
+
+
+def _log_prob_sorted(
+    labels: jax.Array,
+    concentration: ArrayLike,
+    discount: ArrayLike,
+    num_components: ArrayLike | None = None,
+) -> jax.Array:
+    """
+    :func:`_log_prob_labels` of labels in ascending order.
 
     Rows are exchangeable, so they may be seated in the order of their labels: then
     each row finds its cluster just before it, and its predictive probability follows
@@ -596,34 +1004,36 @@ def _log_prob_labels(
     """
     concentration, discount = _float_parameters(concentration, discount)
     concentration, discount = concentration[..., None], discount[..., None]
-    # NB: XLA would spend tens of seconds on folding the sums over a million labels that
-    # are constants of the program, as labels that a model closes over are.
-    labels = jnp.sort(lax.optimization_barrier(labels), axis=-1)
+    if num_components is not None:
+        num_components = jnp.asarray(num_components)[..., None]
     place = jnp.arange(labels.shape[-1])
     assigned = labels >= 0
-    first = jnp.ones_like(assigned[..., :1])
-    changes = jnp.concatenate([first, labels[..., 1:] != labels[..., :-1]], axis=-1)
-    opens = assigned & changes
+    opens = _opens(labels)
     run_start = lax.cummax(jnp.where(opens, place, 0), axis=labels.ndim - 1)
     # What the row finds: rows in its cluster, clusters, rows in all.
     others = place - run_start
     num_clusters = jnp.cumsum(opens, axis=-1) - 1
     num_rows = place - jnp.sum(~assigned, axis=-1, keepdims=True)
 
-    weight = jnp.where(
-        opens, concentration + discount * num_clusters, others - discount
-    )
+    opening = _weight_new(num_clusters, concentration, discount, num_components)
+    beside = _weight_new(1, concentration, discount, num_components)
+    weight = jnp.where(opens, opening, others - discount)
     gap = jnp.where(
         opens,
         (num_rows - num_clusters) + (1.0 - discount) * num_clusters,
-        (num_rows - others) + (concentration + discount),
+        (num_rows - others) + beside,
     )
     # The first row has no choice, whatever the concentration.
     counted = assigned & (num_rows > 0)
+    refused = jnp.zeros_like(opens)
+    if num_components is not None:
+        refused = opens & (num_clusters >= num_components)
+        counted = counted & ~refused
     weight = jnp.where(counted, weight, 1.0)
     total = jnp.where(counted, concentration + num_rows, 1.0)
     gap = jnp.where(counted, gap, 0.0)
-    return _log_ratio(weight, total, gap).sum(-1)
+    log_prob = _log_ratio(weight, total, gap).sum(-1)
+    return jnp.where(refused.any(-1), -jnp.inf, log_prob)
 
 
 @partial(jax.jit, static_argnames=("shape",))
@@ -702,3 +1112,237 @@ def _sample_labels(
 
 def _take(values: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, index, axis=-1, mode="promise_in_bounds")
+
+
+# Finite mixtures of an unknown number of components. `log_probs` are those of 1, 2, ...
+# components on their last axis, up to a constant.
+
+
+def _log_probs_below(extra_components: Distribution, stop: int) -> jax.Array:
+    """
+    Log probability of 0, ..., stop - 1, on the last axis.
+    """
+
+    # NB: mapped, as inside `vmap` a distribution's own batch shape is out of date. It
+    # also keeps its validation from warning of numbers out of the support, for which
+    # `log_prob` may be anything.
+    def log_prob(k):
+        in_support = extra_components.support(k)
+        return jnp.where(in_support, extra_components.log_prob(k), -jnp.inf)
+
+    return jax.vmap(log_prob, out_axes=-1)(jnp.arange(stop))
+
+
+def _log_rising_difference(
+    x: jax.Array, y: jax.Array, gap: jax.Array, m: jax.Array
+) -> jax.Array:
+    r"""
+    Log of :math:`x^{(m)} / y^{(m)}`, rising factorials, for positive ``x`` and ``y``,
+    ``gap = x - y`` and ``m >= 1``, without a large term that cancels.
+
+    After a few factors that are divided out, Stirling's formula for both, whose terms
+    are grouped by what vanishes with the gap:
+
+        m log((x + m) / (y + m)) + gap log((y + m) / y)
+        + (x - 1/2) log(y (x + m) / (x (y + m))) + remainders.
+    """
+    steps = 4 if jnp.finfo(x.dtype).bits <= 32 else 10
+    product = jnp.ones_like(x)
+    for i in range(steps):
+        product = product * (1.0 + gap * (m / (y + i)) / (x + m + i))
+    x, y = x + steps, y + steps
+    upper = gap / (y + m)
+    log_upper = log1p_of((x + m) / (y + m), upper)
+    log_lower = log1p_of(y * (x + m) / (x * (y + m)), -upper * (m / x))
+    remainder_x = _stirling_series(x + m) - _stirling_series(x)
+    remainder_y = _stirling_series(y + m) - _stirling_series(y)
+    return (
+        jnp.log(product)
+        + m * log_upper
+        + gap * jnp.log1p(m / y)
+        + (x - 0.5) * log_lower
+        + (remainder_x - remainder_y)
+    )
+
+
+def _split_log_factorials(stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Logs of 0!, ..., (stop - 1)! in two parts: sums and differences of the first ones
+    are exact in float32, and the second ones are small.
+    """
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, stop)))])
+    grain = 2.0 ** (np.ceil(np.log2(log_factorial[-1] + 1.0)) - 23)
+    high = np.round(log_factorial / grain) * grain
+    return high, log_factorial - high
+
+
+def _log_terms(
+    num_clusters: jax.Array,
+    num_rows: jax.Array,
+    concentration: jax.Array,
+    log_probs: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """
+    Logs of the terms of ``V_n(t)``, for k = 1, 2, ... on the last axis: each is p(k)
+    times the EPPF of k components over that of t components, over a scale. Then the log
+    of that scale, and how many components are empty, k - t.
+
+    :param num_clusters: t, from 1 up to the number of terms.
+    :param num_rows: n, at least 1.
+    """
+    dtype = concentration.dtype
+    max_components = log_probs.shape[-1]
+    k = np.arange(1, max_components + 1)
+    t = num_clusters[..., None]
+    empty = k - t
+    high, low = (
+        jnp.asarray(part, dtype) for part in _split_log_factorials(max_components + 1)
+    )
+    # Log of k! / ((k - t)! t!).
+    index = jnp.maximum(empty, 0)
+    log_binomial = (high[1:] - high[index] - high[t]) + (low[1:] - low[index] - low[t])
+    g = concentration[..., None]
+    log_ratio = _log_rising_difference(
+        g * k, g * t, g * empty, num_rows.astype(dtype)[..., None]
+    )
+    # Differences from p(t), as logs of probabilities far in the tail have few decimals.
+    index = jnp.broadcast_to(t - 1, (*log_probs.shape[:-1], 1))
+    scale = _take(log_probs, index)
+    scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
+    terms = (log_probs - scale) + (log_binomial - log_ratio)
+    return jnp.where(empty >= 0, terms, -jnp.inf), scale[..., 0], empty
+
+
+def _log_sum(terms: jax.Array, factors: ArrayLike = 1.0) -> jax.Array:
+    """
+    Log of the sum of ``factors * exp(terms)`` over the last axis; also if it is zero.
+    """
+    largest = lax.stop_gradient(terms.max(-1, keepdims=True))
+    shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    total = (factors * jnp.exp(terms - shift)).sum(-1)
+    positive = total > 0.0
+    log_total = jnp.log(jnp.where(positive, total, 1.0)) + shift[..., 0]
+    return jnp.where(positive, log_total, -jnp.inf)
+
+
+@jax.jit
+def _log_weight_new_mixed(
+    num_clusters: ArrayLike,
+    num_rows: ArrayLike,
+    concentration: ArrayLike,
+    log_probs: jax.Array,
+) -> jax.Array:
+    r"""
+    Log of :math:`\gamma V_{n+1}(t + 1) / V_{n+1}(t)`; see
+    :class:`MixtureOfFiniteMixtures`. With terms :math:`v_k` of the lower sum, those of
+    the upper one are :math:`(k - t) v_k`.
+    """
+    concentration, log_probs = _float_parameters(concentration, log_probs)
+    num_clusters, num_rows = jnp.broadcast_arrays(num_clusters, num_rows)
+    t = jnp.clip(num_clusters, 1, log_probs.shape[-1])
+    terms, _, empty = _log_terms(t, num_rows + 1, concentration, log_probs)
+    # Each sum is scaled by its own largest term: the ratio may be below 1e-38.
+    upper = _log_sum(jnp.where(empty > 0, terms, -jnp.inf), empty)
+    lower = _log_sum(terms)
+    possible = (num_clusters <= log_probs.shape[-1]) & (upper > -jnp.inf)
+    lower = jnp.where(possible, lower, 0.0)
+    weight = jnp.where(possible, jnp.log(concentration) + upper - lower, -jnp.inf)
+    # The first row has no choice.
+    return jnp.where(num_clusters > 0, weight, 0.0)
+
+
+def _log_mixed(
+    num_clusters: jax.Array,
+    num_rows: jax.Array,
+    concentration: jax.Array,
+    log_probs: jax.Array,
+) -> jax.Array:
+    """
+    Log of the EPPF over that for as many components as clusters.
+    """
+    t = jnp.clip(num_clusters, 1, log_probs.shape[-1])
+    num_rows_or_one = jnp.maximum(num_rows, 1)
+    terms, scale, _ = _log_terms(t, num_rows_or_one, concentration, log_probs)
+    log_mixed = _log_sum(terms) + (scale - _log_sum(log_probs))
+    log_mixed = jnp.where(num_clusters > log_probs.shape[-1], -jnp.inf, log_mixed)
+    # The first row has no choice.
+    return jnp.where(num_rows > 1, log_mixed, 0.0)
+
+
+@partial(jax.jit, static_argnames=("axis",))
+def _log_eppf_mixed(
+    counts: ArrayLike, concentration: ArrayLike, log_probs: jax.Array, *, axis: int = -1
+) -> jax.Array:
+    concentration, log_probs = _float_parameters(concentration, log_probs)
+    counts = jnp.moveaxis(jnp.asarray(counts), axis, -1)
+    num_clusters = (counts > 0).sum(-1)
+    t = jnp.maximum(num_clusters, 1)
+    log_finite = _log_eppf(counts, t * concentration, -concentration, t)
+    log_mixed = _log_mixed(num_clusters, counts.sum(-1), concentration, log_probs)
+    return log_finite + log_mixed
+
+
+@jax.jit
+def _log_prob_labels_mixed(
+    labels: jax.Array, concentration: ArrayLike, log_probs: jax.Array
+) -> jax.Array:
+    concentration, log_probs = _float_parameters(concentration, log_probs)
+    labels = _sort_labels(labels)
+    num_clusters = _opens(labels).sum(-1)
+    t = jnp.maximum(num_clusters, 1)
+    log_finite = _log_prob_sorted(labels, t * concentration, -concentration, t)
+    num_rows = (labels >= 0).sum(-1)
+    return log_finite + _log_mixed(num_clusters, num_rows, concentration, log_probs)
+
+
+@partial(jax.jit, static_argnames=("max_components", "shape"))
+def _sample_finite(
+    key: jax.Array,
+    concentration: ArrayLike,
+    num_components: ArrayLike,
+    *,
+    max_components: int,
+    shape: tuple,
+) -> jax.Array:
+    """
+    Draws labels of the given shape, rows on the last axis: the weights of the
+    components, then labels, which are renamed.
+    """
+    concentration, _ = _float_parameters(concentration, 0.0)
+    *batch, num_rows = shape
+    num_draws = math.prod(batch)
+    key_weights, key_labels = random.split(key)
+    concentration = jnp.broadcast_to(concentration, batch).reshape(-1, 1)
+    num_components = jnp.broadcast_to(num_components, batch).reshape(-1, 1)
+    log_weights = loggamma(
+        key_weights, jnp.broadcast_to(concentration, (num_draws, max_components))
+    )
+    exists = jnp.arange(max_components) < num_components
+    log_weights = jnp.where(exists, log_weights, -jnp.inf)
+    labels = _draw_labels(key_labels, log_weights, num_rows)
+
+    # Names in order of first appearance: the rank of a component's first row.
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    draw = jnp.arange(num_draws)[:, None]
+    first = jnp.full((num_draws, max_components), num_rows, jnp.int32)
+    first = first.at[draw, labels].min(row, mode="promise_in_bounds")
+    names = jnp.argsort(jnp.argsort(first, axis=-1), axis=-1).astype(jnp.int32)
+    return _take(names, labels).reshape(shape)
+
+
+def _draw_labels(key: jax.Array, log_weights: jax.Array, num_rows: int) -> jax.Array:
+    """
+    Draws int32 labels ``(B, num_rows)`` with probabilities in proportion to the weights
+    ``(B, K)``, by inversion of their cumulative sums.
+    """
+    # Ascending, as cumulative sums and coins are the finer the closer to zero.
+    order = jnp.argsort(log_weights, axis=-1).astype(jnp.int32)
+    log_weights = _take(log_weights, order)
+    cumulative = jnp.cumsum(jnp.exp(log_weights - log_weights[..., -1:]), axis=-1)
+    # NB: coins of 32 bits, as the 23 of a float32 uniform are too few for small weights
+    # at a million rows.
+    coins = random.bits(key, (*order.shape[:-1], num_rows), dtype=jnp.uint32)
+    point = coins.astype(log_weights.dtype) * 2.0**-32 * cumulative[..., -1:]
+    place = jax.vmap(partial(jnp.searchsorted, side="right"))(cumulative, point)
+    # A coin may round to one.
+    return _take(order, jnp.minimum(place, order.shape[-1] - 1))

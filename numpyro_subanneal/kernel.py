@@ -18,7 +18,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key
 
 from numpyro_subanneal import plan as planning
-from numpyro_subanneal import rows
+from numpyro_subanneal import reading, rows
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
 from numpyro_subanneal.subsample import Subsample
 from numpyro_subanneal.typing import Array
@@ -140,7 +140,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self._model = model
         self._schedule = schedule
         # What `init` finds out; the closures among it are not pickled.
-        self._plan: planning.Plan | None = None
+        self._plan: reading.Plan | None = None
         self._read_for: tuple | None = None
         self._arrays: list | None = None
         self._init_fn: Callable | None = None
@@ -196,8 +196,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def postprocess_fn(self, model_args, model_kwargs):
         # Runs at every iteration, so only a model with deterministic sites is replayed;
         # once compiled, its likelihood is dead code.
-        if self._plan is None or not self._plan.has_deterministic:
+        if self._plan is None or not self._plan.deterministic:
             return identity
+        names = self._plan.deterministic
 
         def add_deterministic(values):
             substituted = handlers.substitute(
@@ -207,12 +208,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 trace = handlers.trace(substituted).get_trace(
                     *model_args, **(model_kwargs or {})
                 )
-            extra = {
-                name: site["value"]
-                for name, site in trace.items()
-                if site["type"] == "deterministic"
-            }
-            return {**values, **extra}
+            return {**values, **{name: trace[name]["value"] for name in names}}
 
         return add_deterministic
 
@@ -244,7 +240,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 return
         self._plan = planning.recognise(self._model, args, kwargs)
         self._read_for = leaves, treedef
-        rebuild, self._arrays = planning.with_array_arguments(args, kwargs)
+        rebuild, self._arrays = reading.with_array_arguments(args, kwargs)
         self._init_fn = jax.jit(partial(self._init_one, rebuild))
 
     def _check_init_params(self, init_params, num_warmup, batch_shape):
@@ -252,19 +248,20 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         if init_params is None:
             return None
         plan = self._plan
-        if not isinstance(init_params, dict) or plan.partition not in init_params:
+        partition = plan.partition.name
+        if not isinstance(init_params, dict) or partition not in init_params:
             raise ValueError(
                 "`init_params` must be a dict with the assignments of partition site "
-                f"'{plan.partition}'."
+                f"'{partition}'."
             )
-        unknown = set(init_params) - {plan.partition, *plan.cluster_sites}
+        unknown = set(init_params) - set(plan.sampled)
         if unknown:
             raise ValueError(
                 f"`init_params` has values for {sorted(unknown)}, which are not latent "
                 "sites of the model."
             )
-        z = init_params[plan.partition]
-        name = f"Initial assignments of partition site '{plan.partition}'"
+        z = init_params[partition]
+        name = f"Initial assignments of partition site '{partition}'"
         if not isinstance(z, np.ndarray | np.generic | jax.Array):
             raise ValueError(f"{name} must be an array, got {type(z).__name__}.")
         if jnp.shape(z) != (*batch_shape, plan.num_rows):
@@ -290,10 +287,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _init_one(self, rebuild, rng_key, z, steps, arrays):
         plan = self._plan
         rng_key, key_partition = random.split(rng_key)
-        prior, components, theta = planning.read(plan, self._model, *rebuild(arrays))
+        prior, components, theta = reading.read(plan, self._model, *rebuild(arrays))
         zero = jnp.zeros((), jnp.int32)
         state = SubsampleAnnealedGibbsState(
-            z={plan.partition: jnp.full(plan.num_rows, -1, jnp.int32), **theta},
+            z={plan.partition.name: jnp.full(plan.num_rows, -1, jnp.int32), **theta},
             i=zero,
             log_joint=jnp.zeros((), jnp.result_type(float)),
             num_clusters=zero,
@@ -311,9 +308,11 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         # A draw from the prior may have more clusters than can be represented.
         refused = jnp.sum(z >= plan.capacity, dtype=jnp.int32)
         z = jnp.where(z < 0, -1, z % plan.capacity)
-        clusters = rows.relabel(rows.collect(components, z, plan.capacity))
+        clusters = rows.collect(components, z, plan.capacity)
+        if not plan.partition.labelled:
+            clusters = rows.relabel(clusters)
         return state._replace(
-            z={**state.z, plan.partition: clusters.z},
+            z={**state.z, plan.partition.name: clusters.z},
             log_joint=rows.log_joint(prior, components, clusters),
             num_clusters=jnp.sum(clusters.counts > 0, dtype=jnp.int32),
             subsample_size=jnp.sum(z >= 0, dtype=jnp.int32),
@@ -339,9 +338,11 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _sample_one(self, state, args, kwargs):
         plan = self._plan
         num_blocks = len(plan.blocks)
-        rng_key, key_moves, *keys = random.split(state.rng_key, 2 + num_blocks)
-        prior, components, _ = planning.read(plan, self._model, args, kwargs)
-        for num_rows in {x.shape[0] for c in components for x in c.data}:
+        rng_key, key_moves, key_weights, key_imputed, *keys = random.split(
+            state.rng_key, 4 + num_blocks
+        )
+        prior, components, _ = reading.read(plan, self._model, args, kwargs)
+        for num_rows in {x.value.shape[0] for c in components for x in c.data}:
             if state.order.shape != (num_rows,):
                 raise ValueError(
                     f"The state is of a table of {state.order.shape[0]} rows, but the "
@@ -353,16 +354,22 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             key_moves,
             prior,
             components,
-            state.z[plan.partition],
+            state.z[plan.partition.name],
             plan.capacity,
             Subsample(state.order, state.subsample_size),
             added,
             churned,
         )
-        clusters = rows.relabel(clusters)
-        z = {plan.partition: clusters.z}
+        z = {}
+        if not plan.partition.labelled:
+            clusters = rows.relabel(clusters)
+        elif plan.partition.weights is not None:
+            z[plan.partition.weights] = prior.draw(key_weights, clusters.counts)
+        z[plan.partition.name] = clusters.z
         for c, stats, key in zip(components, clusters.stats, keys, strict=True):
             z |= c.block.draw(key, c.hyper, stats)
+        if plan.imputed:
+            z |= reading.impute(key_imputed, plan, self._model, args, kwargs, z)
         return SubsampleAnnealedGibbsState(
             z=z,
             i=state.i + 1,

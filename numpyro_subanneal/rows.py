@@ -13,13 +13,13 @@ to ``weight(new) * p(x_a)``.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 
-from numpyro_subanneal.conjugate.base import AbstractBlock
+from numpyro_subanneal.conjugate.base import AbstractBlock, Observed
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.subsample import (
     Churn,
@@ -29,6 +29,9 @@ from numpyro_subanneal.subsample import (
     over_chains,
 )
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.weights import LabelledPrior
+
+Prior: TypeAlias = PartitionDistribution | LabelledPrior
 
 
 class Component(NamedTuple):
@@ -37,12 +40,12 @@ class Component(NamedTuple):
 
     - **block** - the packed features of one conjugate pair.
     - **hyper** - their hyperparameters, as the block packs them.
-    - **data** - the observed values of each of its sites, rows first.
+    - **data** - what is observed of each of its sites, rows first.
     """
 
     block: AbstractBlock
     hyper: Any
-    data: Sequence[Array]
+    data: Sequence[Observed]
 
 
 class Clusters(NamedTuple):
@@ -88,7 +91,7 @@ def collect(components: Sequence[Component], z: Array, capacity: int) -> Cluster
         live = z[n] >= 0
         k = jnp.maximum(z[n], 0)
         return tuple(
-            c.block.add(s, c.block.row(c.hyper, c.data, n), k, live)
+            c.block.add(c.hyper, s, c.block.row(c.hyper, c.data, n), k, live)
             for c, s in zip(components, stats, strict=True)
         )
 
@@ -98,7 +101,7 @@ def collect(components: Sequence[Component], z: Array, capacity: int) -> Cluster
 
 def run_step(
     rng_key: Array,
-    prior: PartitionDistribution,
+    prior: Prior,
     components: Sequence[Component],
     z: Array,
     capacity: int,
@@ -110,7 +113,7 @@ def run_step(
     Make the moves of one step.
 
     :param rng_key: key.
-    :param prior: prior of the partition.
+    :param prior: prior of the assignments.
     :param components: blocks with hyperparameters and data.
     :param z: assignments ``[N]``, below `capacity`; -1 for rows out of the subsample.
     :param int capacity: number of clusters that can be represented.
@@ -160,13 +163,15 @@ class _Loop(NamedTuple):
 
 def _run_moves(
     rng_key: Array,
-    prior: PartitionDistribution,
+    prior: Prior,
     components: Sequence[Component],
     clusters: Clusters,
     moves: Moves,
 ) -> tuple[Clusters, Array]:
     capacity = clusters.counts.shape[0]
-    ladder = widths(capacity)
+    # The components of a labelled prior are all there, occupied or not.
+    labelled = isinstance(prior, LabelledPrior)
+    ladder = (capacity,) if labelled else widths(capacity)
     chunk = moves.enters.shape[0]
     num_blocks = -(-capacity // _NOISE)
 
@@ -273,12 +278,17 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
 
         # Line 8: assign, with probabilities (*). The new cluster is the first free
         # slot, whose table is that of the prior predictive.
-        slot = jnp.min(jnp.where(free, slots, width))
-        log_weight = jnp.where(
-            slots == slot,
-            prior.log_weight_new(occupied, counts.sum()),
-            prior.log_weight_existing(counts),
-        )
+        if isinstance(prior, LabelledPrior):
+            slot = jnp.int32(-1)
+            log_weight = prior.log_weights(counts)
+            full = jnp.asarray(False)
+        else:
+            slot = jnp.min(jnp.where(free, slots, width))
+            log_weight_new = prior.log_weight_new(occupied, counts.sum())
+            log_weight = jnp.where(
+                slots == slot, log_weight_new, prior.log_weight_existing(counts)
+            )
+            full = (slot == width) & (log_weight_new > -jnp.inf)
         xs = [c.block.row(c.hyper, c.data, enters) for c in components]
         for c, s, t, out, x in zip(
             components, stats, loop.tables, taken, xs, strict=True
@@ -310,7 +320,7 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
             Clusters(z, counts, stats),
             tables,
             occupied + jnp.where(on & (k == slot), 1, 0),
-            loop.refused + jnp.where(on & (slot == width), 1, 0),
+            loop.refused + jnp.where(on & full, 1, 0),
         )
 
     start = _Loop(
@@ -355,14 +365,17 @@ def relabel(clusters: Clusters) -> Clusters:
 
 
 def log_joint(
-    prior: PartitionDistribution, components: Sequence[Component], clusters: Clusters
+    prior: Prior, components: Sequence[Component], clusters: Clusters
 ) -> Array:
     """
     Log probability of the partition and of the rows that are in, cluster parameters
     integrated out.
     """
     occupied = clusters.counts > 0
-    total = prior.log_eppf(clusters.counts)
+    if isinstance(prior, LabelledPrior):
+        total = prior.log_prob(clusters.counts)
+    else:
+        total = prior.log_eppf(clusters.counts)
     for c, s in zip(components, clusters.stats, strict=True):
         total += jnp.where(occupied, c.block.log_marginal(c.hyper, s), 0).sum()
     return total

@@ -87,7 +87,7 @@ def read(name):
 def fold(pair, hyper, values):
     stat = pair.empty(hyper)
     for x in values:
-        stat = pair.add(stat, x)
+        stat = pair.add(hyper, stat, x)
     return stat
 
 
@@ -147,7 +147,7 @@ def test_chain_rule_holds_in_any_order(name, double):
         stat, total = pair.empty(hyper), 0.0
         for i in rng.permutation(len(values)):
             total += pair.score(pair.predictive(hyper, stat), values[i])
-            stat = pair.add(stat, values[i])
+            stat = pair.add(hyper, stat, values[i])
         np.testing.assert_allclose(total, whole, rtol=1e-8, atol=1e-8)
 
 
@@ -158,7 +158,7 @@ def test_predictive_is_a_ratio_of_marginals(name, double):
         stat = fold(pair, hyper, values[:n])
         table = pair.predictive(hyper, stat)
         for x in values:
-            ratio = pair.log_marginal(hyper, pair.add(stat, x))
+            ratio = pair.log_marginal(hyper, pair.add(hyper, stat, x))
             ratio -= pair.log_marginal(hyper, stat)
             np.testing.assert_allclose(
                 pair.score(table, x), ratio, rtol=1e-7, atol=1e-7
@@ -198,7 +198,7 @@ def test_adding_then_removing_is_the_identity(name, double):
         before = fold(pair, hyper, values[:n])
         stat = fold(pair, hyper, values)
         for i in n + rng.permutation(len(values) - n):
-            stat = pair.remove(stat, values[i])
+            stat = pair.remove(hyper, stat, values[i])
         close_stats(name, stat, before)
 
 
@@ -208,7 +208,7 @@ def test_removing_all_leaves_exactly_nothing(name):
     pair, hyper, values = read(name)
     stat = fold(pair, hyper, values)
     for x in values:
-        stat = pair.remove(stat, x)
+        stat = pair.remove(hyper, stat, x)
         assert all(np.isfinite(s).all() for s in stat)
     close(stat, pair.empty(hyper), rtol=0, atol=0)
 
@@ -219,8 +219,8 @@ def test_merge_equals_the_whole(name, double):
     whole = fold(pair, hyper, values)
     for n in range(len(values) + 1):
         a, b = fold(pair, hyper, values[:n]), fold(pair, hyper, values[n:])
-        close_stats(name, pair.merge(a, b), whole)
-        close_stats(name, pair.merge(b, a), whole)
+        close_stats(name, pair.merge(hyper, a, b), whole)
+        close_stats(name, pair.merge(hyper, b, a), whole)
 
 
 @by_example
@@ -393,7 +393,7 @@ def normal_in_double(hyper, x, queries):
 def accumulate(x):
     zero = jnp.zeros((), jnp.float32)
     start = (zero, zero, zero)
-    return lax.scan(lambda stat, v: (NORMAL.add(stat, v), None), start, x)[0]
+    return lax.scan(lambda stat, v: (NORMAL.add({}, stat, v), None), start, x)[0]
 
 
 @pytest.mark.parametrize("offset", [0.0, 10.0, 1e3, 1e5, 1e6])
@@ -771,16 +771,9 @@ def test_tables_and_statistics_stay_in_step_over_1e5_moves(
 
 @pytest.mark.slow
 @by_kind
-@WALKS
-def test_tables_and_statistics_stay_in_step_over_2e6_moves(
-    kind, num_rows, num_clusters
-):
+def test_tables_and_statistics_stay_in_step_over_3e6_moves(kind):
     z, moved, rebuilt = walk(
-        random.key(2),
-        kind=kind,
-        num_rows=num_rows,
-        num_clusters=num_clusters,
-        num_moves=2_000_000,
+        random.key(2), kind=kind, num_rows=NUM_ROWS, num_clusters=3, num_moves=3_000_000
     )
     assert_in_step(kind, np.asarray(z), moved, rebuilt, drift=1e-3)
 

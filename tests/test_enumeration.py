@@ -34,9 +34,7 @@ from numpyro_subanneal import (
     rows,
     testing,
 )
-from numpyro_subanneal import (
-    plan as planning,
-)
+from numpyro_subanneal import reading as reading_
 from numpyro_subanneal.schedule import Steps
 from numpyro_subanneal.subsample import Subsample
 
@@ -144,9 +142,9 @@ def exact(table, law, capacity=None):
 
 # --- Runs through MCMC --------------------------------------------------------
 
-NUM_CHAINS = 400
+NUM_CHAINS = 300
 THINNING = 8  # sweeps; `test_draws_are_nearly_independent` says why
-KEPT = 64
+KEPT = 72
 DROPPED = 6  # of the kept draws, 48 sweeps, until the start is forgotten
 
 # NB: warm-ups of one length. Programs then differ by table only, as the schedule
@@ -159,14 +157,10 @@ SCHEDULES = {
     "prior": (3, PriorGibbs()),
 }
 RUNS = [
-    ("real", "dp", "plain"),
-    ("real", "py", "plain"),
     ("real", "dp", "linear"),
-    ("real", "py-negative", "linear"),
-    ("categorical", "dp", "plain"),
-    ("categorical", "py-negative", "plain"),
-    ("categorical", "dp", "linear"),
-    ("categorical", "py", "linear"),
+    ("real", "py-negative", "prior"),
+    ("categorical", "dp", "sequential"),
+    ("categorical", "py-negative", "linear"),
     ("mixed", "dp", "plain"),
     ("mixed", "py", "plain"),
     ("mixed", "dp", "linear"),
@@ -256,7 +250,7 @@ def test_posterior_is_spread_over_many_partitions(table, law):
 
 @parametrize_runs
 def test_partitions_follow_the_enumerated_posterior(run):
-    # False alarm: 1.4 % for the 14 runs together.
+    # False alarm: 1.1 % for the ten runs together.
     table, law, *_ = run
     assert_law(sampled(*run).index, exact(table, law).probs)
 
@@ -264,13 +258,14 @@ def test_partitions_follow_the_enumerated_posterior(run):
 @parametrize_runs
 def test_draws_are_nearly_independent(run):
     # What the tests of fit suppose. The chains are independent; within a chain the
-    # correlation at lag 1 of kept draws has a standard error of 0.005. False alarm:
-    # below 1e-6 a run if it is below 0.005.
+    # correlation at lag 1 of kept draws is 0.01 or less, with a standard error of 0.007.
+    # False alarm: below 0.5 % a statistic.
     draws, fields, _ = sampled(*run)
     together = draws["z"][..., 0] == draws["z"][..., 1]
     for values in (together, fields["num_clusters"], fields["log_joint"]):
         values = values - values.mean(dtype=np.float64)
         lag_one = (values[:, 1:] * values[:, :-1]).mean() / (values**2).mean()
+        print("correlation at lag one", lag_one)
         assert abs(lag_one) < 0.03, lag_one
 
 
@@ -371,7 +366,7 @@ def uniforms(table, draws):
 def test_cluster_parameters_are_draws_of_their_conditionals(run):
     # The conditional distribution function of each parameter is uniform: Kolmogorov and
     # Smirnov's test at 1e-5, for occupied and empty clusters (draws from the prior)
-    # apart. False alarm: 14 runs of at most 22 tests, 0.3 %.
+    # apart. False alarm: ten runs of at most 22 tests, 0.2 %.
     us, subset = uniforms(run[0], sampled(*run).draws)
     for name, u in us.items():
         for where in (subset > 0, subset == 0):
@@ -476,7 +471,7 @@ def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
     kernel = SubsampleAnnealedGibbs(partial(model, TABLES["mixed"]))
     kernel.init(random.key(0), 0, None, LAWS["dp"], {})
     plan = kernel._plan
-    prior, components, *_ = planning.read(plan, kernel.model, LAWS["dp"], {})
+    prior, components, *_ = reading_.read(plan, kernel.model, LAWS["dp"], {})
 
     def step(carry, _):
         z, order, key = carry

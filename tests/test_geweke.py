@@ -8,8 +8,8 @@ Partition, cluster parameters and data drawn from the model have the law of a ch
 alternates a step of the kernel with new data given what the kernel drew. The model is
 written out once more here: the partition by the restaurant's urn, the parameters and
 the data by NumPy, so that nothing of the package draws from the prior. What no
-enumeration sees is tested here: draws of parameters that feed back, a table of 40 rows,
-and more clusters than the narrowest compiled width.
+enumeration sees is tested here: draws of parameters that feed back, and more clusters
+than the narrowest compiled width.
 """
 
 from typing import NamedTuple
@@ -58,10 +58,10 @@ CASES = {
     "categorical-dp": Case(False, True, 6, 1.5, 0.0, False, False),
     "categorical-py": Case(False, True, 6, -0.1, 0.5, False, False),
     "mixed-dp": Case(True, True, 6, 1.0, 0.0, True, False),
-    "mixed-py-wide": Case(True, True, 40, 5.0, 0.2, False, True),
+    "mixed-py-wide": Case(True, True, 24, 7.0, 0.2, False, True),
 }
 NUM_CHAINS = {False: 2000, True: 400}
-NUM_STEPS = 60
+NUM_STEPS = 48
 
 
 def model(data, concentration, discount, case):
@@ -151,10 +151,13 @@ def new_data(rng_key, case, z):
     return data
 
 
-def statistics(xp, case, z, data):
-    """Scalars of ``[..., N]`` partitions with their parameters and data, by name."""
+def statistics(case, z, data):
+    """
+    Scalars of ``[..., N]`` partitions with their parameters and data, by name.
+    Locations and values have heavy tails, and are taken on the scale of logarithms.
+    """
     of = z["z"]
-    slots = xp.arange(case.num_clusters)
+    slots = np.arange(case.num_clusters)
     sizes = (of[..., None] == slots).sum(-2)
     first = of[..., 0]
     out = {
@@ -168,16 +171,19 @@ def statistics(xp, case, z, data):
     occupied = sizes > 0
 
     def mean_over(mask, values):
-        return (mask * values).sum(-1) / xp.maximum(mask.sum(-1), 1)
+        return (mask * values).sum(-1) / np.maximum(mask.sum(-1), 1)
 
     if case.real:
         for d in range(2):
             x, var, loc = data["x"][..., d], z["var"][..., d], z["loc"][..., d]
-            log_var = xp.log(var)
+            residual = (x[..., 0] - loc[..., 0]) / np.sqrt(var[..., 0])
+            prior_residual = (loc[..., 0] - MEAN[d]) / np.sqrt(var[..., 0])
+            spread, log_var = np.log(x.var(-1)), np.log(var)
+            x, loc = np.arcsinh(x), np.arcsinh(loc)
             out |= {
                 f"x{d} row": x[..., 2],
                 f"x{d} mean": x.mean(-1),
-                f"x{d} log spread": xp.log(x.var(-1)),
+                f"x{d} log spread": spread,
                 f"x{d} neighbours": x[..., 0] * x[..., 1],
                 f"loc{d} row": loc[..., 0],
                 f"loc{d} mean": mean_over(occupied, loc),
@@ -186,10 +192,10 @@ def statistics(xp, case, z, data):
                 f"log var{d} mean": mean_over(occupied, log_var),
                 f"log var{d} empty": mean_over(~occupied, log_var),
                 f"x{d} x loc": x[..., 0] * loc[..., 0],
-                f"residual{d}": (x[..., 0] - loc[..., 0]) ** 2 / var[..., 0],
-                f"residual{d} prior": (loc[..., 0] - MEAN[d]) ** 2 / var[..., 0],
+                f"residual{d}": residual,
+                f"prior residual{d}": prior_residual,
             }
-        out["var0 x var1"] = xp.log(z["var"]).prod(-1)[..., 0]
+        out["log var0 x log var1"] = np.log(z["var"]).prod(-1)[..., 0]
     if case.categorical:
         columns = {
             "a0": (data["a"][..., 0], z["a_probs"][..., 0, :]),
@@ -208,13 +214,16 @@ def statistics(xp, case, z, data):
                 }
             out[f"{name} alike"] = codes[..., 0] == codes[..., 1]
     if case.real and case.categorical:
-        out["x x a"] = data["x"][..., 0, 0] * (data["a"][..., 0, 0] == 0)
-        out["loc x b"] = z["loc"][..., 0, 0] * z["b_probs"][..., 0, 0]
-    return {name: xp.asarray(value, float) for name, value in out.items()}
+        out["x x a"] = np.arcsinh(data["x"][..., 0, 0]) * (data["a"][..., 0, 0] == 0)
+        out["loc x b"] = np.arcsinh(z["loc"][..., 0, 0]) * z["b_probs"][..., 0, 0]
+    return {name: np.asarray(value, float) for name, value in out.items()}
 
 
 def chains(case, start, data, num_steps, seed):
-    """Statistics after each step, ``[chains, steps]`` by name."""
+    """
+    Partition with parameters, and data, ``[chains, steps, ...]``, after each of the
+    later half of the steps: an error has had time to build up.
+    """
 
     def bound(data, concentration, discount):
         model(data, concentration, discount, case)
@@ -238,11 +247,11 @@ def chains(case, start, data, num_steps, seed):
                 chain, data = carry
                 chain = kernel.sample(chain, (data, *args), {})
                 data = new_data(key, case, chain.z)
-                return (chain, data), statistics(jnp, case, chain.z, data)
+                return (chain, data), (chain.z, data)
 
             keys = random.split(key_data, num_steps)
             _, values = lax.scan(step, (chain, data), keys)
-            return values
+            return jax.tree.map(lambda v: v[num_steps // 2 :], values)
 
         # NB: vectorized chains share the width of the chain with the most clusters.
         if case.one_by_one:
@@ -264,10 +273,8 @@ def test_joint_law_of_parameters_and_data_is_that_of_the_model(name):
     rng = np.random.default_rng(seed)
     num_chains = NUM_CHAINS[case.one_by_one]
     start, data = prior_draws(rng, case, num_chains)
-    walked = chains(case, start, data, NUM_STEPS, seed)
-    # The later half: an error has had time to build up.
-    walked = {k: np.asarray(v, float)[:, NUM_STEPS // 2 :] for k, v in walked.items()}
-    fresh = statistics(np, case, *prior_draws(rng, case, 50 * num_chains))
+    walked = statistics(case, *chains(case, start, data, NUM_STEPS, seed))
+    fresh = statistics(case, *prior_draws(rng, case, 50 * num_chains))
     report = testing.joint_distribution_test(fresh, walked)
     worst = report.worst
     print(len(report.p), "tests; worst", worst, report.z[worst], report.p_value)
@@ -276,8 +283,8 @@ def test_joint_law_of_parameters_and_data_is_that_of_the_model(name):
 
 def test_wide_case_outgrows_the_narrowest_width():
     # Not a test of the kernel: what that case is there for. Moves are compiled for 16
-    # clusters, for 32 and for 40.
+    # clusters and for 24.
     case = CASES["mixed-py-wide"]
     z = urn(np.random.default_rng(0), case, 1000)
     clusters = z.max(1) + 1
-    assert np.mean(clusters > 16) > 0.1 and np.mean(clusters < 12) > 0.1, clusters
+    assert np.mean(clusters > 16) > 0.02 and np.mean(clusters < 12) > 0.1, clusters

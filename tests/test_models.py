@@ -101,7 +101,7 @@ def test_base_measures_of_reals_are_well_defined(family, x):
 def test_base_measures_of_categories_are_well_defined(family):
     codes = np.zeros((4, 2), int)  # one of two categories, and the only one of one
     plan = recognise(family.categorical, (codes, (2, 1)), {})
-    assert {s.event_shape for b in plan.blocks for s in b.sites} == {(1,), (2,)}
+    assert {s.role_shapes for b in plan.blocks for s in b.sites} == {((1,),), ((2,),)}
 
 
 def test_a_new_cluster_predicts_a_column_as_wide_as_it_is():

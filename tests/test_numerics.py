@@ -32,6 +32,7 @@ from numpyro_subanneal import (
     testing,
 )
 from numpyro_subanneal import plan as planning
+from numpyro_subanneal import reading as reading_
 from numpyro_subanneal.subsample import Subsample
 
 CAPACITY, NUM_WARMUP, NUM_SAMPLES = 6, 4, 20
@@ -243,7 +244,7 @@ def components_of(x, mean=0.0, scale=1.0):
     wide = np.zeros(x.shape[1], np.float32)
     args = (np.float32(x), wide + np.float32(mean), wide + np.float32(scale))
     plan = planning.recognise(model, args, {})
-    reading = planning.read(plan, model, args, {})
+    reading = reading_.read(plan, model, args, {})
     return plan, reading.prior, reading.components
 
 

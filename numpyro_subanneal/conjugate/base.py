@@ -24,10 +24,14 @@ import numpyro.distributions as dist
 from numpyro_subanneal.typing import Array
 
 Hyper: TypeAlias = Mapping[str, Array]
-"""Hyperparameters of the prior by name, as the pair itself names them."""
+"""Hyperparameters of the prior by name, as the pair itself names them, and the given
+parameters of the likelihood by theirs."""
 
 Theta: TypeAlias = Mapping[str, Array]
 """Cluster parameters by role, for example ``{"variance": ..., "loc": ...}``."""
+
+Cell: TypeAlias = Any
+"""What a pair keeps of one observed value: an array or a tuple of arrays."""
 
 Statistics: TypeAlias = tuple[Array, ...]
 """Sufficient statistics of one feature in one cluster."""
@@ -43,28 +47,39 @@ class AbstractConjugatePair(ABC):
     """
     A likelihood and the prior under which its parameters integrate out exactly.
 
-    Methods see *one* feature and *one* cluster: a value ``x`` is a scalar, a statistic
-    is a tuple of scalars. They must be written in :mod:`jax.numpy`, without branching
-    on values, and finite for the empty statistic. Shapes beyond the scalar are the
-    business of the block, which maps over features and clusters.
+    Methods see *one* feature and *one* cluster: a value ``x`` is a scalar, or one event
+    of a multivariate likelihood; statistics and tables are tuples of arrays of fixed
+    shapes. They must be written in :mod:`jax.numpy`, without branching on values, and
+    finite for the empty statistic. All other shapes, and masks, are the business of the
+    block, which maps over features and clusters. (Only `theta` and `parameters` get
+    leading axes: those of the values that they are given.)
 
     - **likelihood** - the NumPyro distributions of an observed site, by base type.
-    - **prior** - role -> NumPyro distribution of the cluster site that plays it.
+    - **prior** - role -> NumPyro distribution of the cluster site that plays it, each
+      of a different type.
     - **form** - one sentence that says how the prior and the likelihood are written;
       it ends the message when a model is refused.
+    - **given** - likelihood parameters that are known constants, by attribute name;
+      they are hyperparameters of that name. They may differ by feature.
+    - **given_by_row** - likelihood parameters that are known and may differ by row;
+      they are arguments of `cell`.
     - **positive** - names of the hyperparameters that must be positive.
-    - **vectors** - names of the hyperparameters that have the event shape of the
-      cluster site, such as a Dirichlet's concentration.
+    - **event_dim** - hyperparameter -> number of its own axes, where that is not zero,
+      such as 1 for a Dirichlet's concentration.
     - **location** - the hyperparameter and the role that move along when a constant is
       added to the values, if there are such. The block then keeps values as
-      differences from that hyperparameter, so that a large origin costs no digits.
+      differences from that hyperparameter, so that a large origin costs no digits: the
+      methods below see the value (the first of the cell's arrays) with it subtracted,
+      and the hyperparameter as zero.
     """
 
     likelihood: ClassVar[tuple[type[dist.Distribution], ...]]
     prior: ClassVar[Mapping[str, type[dist.Distribution]]]
     form: ClassVar[str]
+    given: ClassVar[tuple[str, ...]] = ()
+    given_by_row: ClassVar[tuple[str, ...]] = ()
     positive: ClassVar[frozenset[str]] = frozenset()
-    vectors: ClassVar[frozenset[str]] = frozenset()
+    event_dim: ClassVar[Mapping[str, int]] = {}
     location: ClassVar[tuple[str, str] | None] = None
 
     # --- reading a model -------------------------------------------------------
@@ -72,8 +87,9 @@ class AbstractConjugatePair(ABC):
     @abstractmethod
     def parameters(self, theta: Theta) -> dict[str, Array]:
         """
-        Arguments of the likelihood, by attribute name of the NumPyro distribution,
-        that cluster parameters `theta` stand for (elementwise).
+        Parameters of the likelihood, by attribute name of the NumPyro distribution,
+        that cluster parameters `theta` stand for; without the given ones. `theta` has
+        leading axes.
         """
 
     @abstractmethod
@@ -86,18 +102,26 @@ class AbstractConjugatePair(ABC):
         do not, the model's prior is not of this pair's form and is refused.
         """
 
+    def hyper_error(self, hyper: Mapping[str, np.ndarray]) -> str | None:
+        """
+        What is wrong with the hyperparameters beyond their signs, or None; arrays have
+        leading axes, the features. The message continues a sentence whose subject is
+        the prior.
+        """
+        del hyper
+        return None
+
     def data_error(self, x: np.ndarray, hyper: Mapping[str, np.ndarray]) -> str | None:
         """
-        What is wrong with the observed column `x` (``[rows]``), or None. The message
-        continues a sentence whose subject is the column.
+        What is wrong with the observed column `x` (``[rows, ...]``, without the masked
+        rows' own values), or None. The message continues a sentence whose subject is
+        the column. Parameters given by row are in `hyper` too, ``[rows]``.
         """
         del hyper
         bad = ~np.isfinite(x)
         if bad.any():
-            row = int(np.argmax(bad))
-            return (
-                f"has the value {x[row]} in row {row}; leave out rows with such cells"
-            )
+            row = first_row(bad)
+            return f"has the value {x[bad][0]} in row {row}; {MASK_IT}"
         return None
 
     # --- the scalar case ---------------------------------------------------------
@@ -106,28 +130,37 @@ class AbstractConjugatePair(ABC):
     def theta(self, hyper: Hyper, sample: SampleFn) -> dict[str, Array]:
         """
         The prior as a generative program: call ``sample(role, distribution)`` for each
-        role in turn and return the values.
+        role in turn and return the values. Hyperparameters have leading axes.
         """
+
+    def cell(self, hyper: Hyper, x: Array, *given: Array) -> Cell:
+        """
+        What the methods below need of the value `x`, computed once a move: `x` itself,
+        or for example its logarithm. `given` are the parameters given by row.
+        """
+        del hyper, given
+        return x
 
     @abstractmethod
     def empty(self, hyper: Hyper) -> Statistics:
-        """The statistics of no values."""
+        """The statistics of no values: floats, and integers where they count."""
 
     @abstractmethod
-    def add(self, stat: Statistics, x: Array) -> Statistics:
+    def add(self, hyper: Hyper, stat: Statistics, x: Cell) -> Statistics:
         """The statistics with `x` added."""
 
     @abstractmethod
-    def remove(self, stat: Statistics, x: Array) -> Statistics:
+    def remove(self, hyper: Hyper, stat: Statistics, x: Cell) -> Statistics:
         """The statistics with `x`, which was added before, taken out."""
 
     @abstractmethod
-    def merge(self, a: Statistics, b: Statistics) -> Statistics:
+    def merge(self, hyper: Hyper, a: Statistics, b: Statistics) -> Statistics:
         """The statistics of the values of `a` and `b` together."""
 
     @abstractmethod
     def posterior(self, hyper: Hyper, stat: Statistics) -> dict[str, Array]:
-        """Hyperparameters of the posterior, of the same form as those of the prior."""
+        """Hyperparameters of the posterior, of the same form as those of the prior
+        (the given parameters may be left out)."""
 
     @abstractmethod
     def log_marginal(self, hyper: Hyper, stat: Statistics) -> Array:
@@ -138,14 +171,44 @@ class AbstractConjugatePair(ABC):
         """The part of the log predictive density that depends on `stat` alone."""
 
     @abstractmethod
-    def score(self, table: Table, x: Array) -> Array:
+    def score(self, table: Table, x: Cell) -> Array:
         """Log predictive density at `x`, in nats, given ``predictive(hyper, stat)``."""
 
     # --- packing -------------------------------------------------------------------
 
-    def block(self, sites: "Sequence[SiteShape]") -> "AbstractBlock":
-        """The block that packs observed `sites` of this pair."""
-        return DenseBlock(self, tuple(sites))
+    def blocks(self, sites: "Sequence[SiteShape]") -> "list[AbstractBlock]":
+        """Blocks that pack observed `sites` of this pair, one for each event shape."""
+        groups: dict[Any, list[SiteShape]] = {}
+        for site in sites:
+            groups.setdefault((site.event_shape, site.role_shapes), []).append(site)
+        return [DenseBlock(self, tuple(group)) for group in groups.values()]
+
+
+MASK_IT = "mask such cells with `numpyro.handlers.mask`, or leave out their rows"
+
+
+def first_row(bad: np.ndarray) -> int:
+    """First row in which anything is `bad` ``[rows, ...]``."""
+    return int(np.argmax(bad.reshape(len(bad), -1).any(1)))
+
+
+def count_error(x: np.ndarray, largest: Any = np.inf) -> str | None:
+    """`data_error` of values that must be integers in ``0..largest``."""
+    # NB: written so that NaN fails it too.
+    bad = ~((x >= 0) & (x <= largest) & (x == np.floor(x)))
+    if not bad.any():
+        # The statistics are sums, in 32 bits where x64 is off.
+        most = np.iinfo(jnp.result_type(int)).max
+        if np.sum(x, dtype=np.float64) > most:
+            return f"sums to more than {most}; call `numpyro.enable_x64()` first"
+        return None
+    row = first_row(bad)
+    upper = np.broadcast_to(largest, x.shape)[bad][0]
+    limit = "" if np.isinf(upper) else f", at most {upper:g}"
+    return (
+        f"has {x[bad][0]} in row {row}; values must be counts, that is nonnegative "
+        f"integers{limit}; {MASK_IT}"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,19 +218,37 @@ class SiteShape:
 
     - **name** - name of the observed site.
     - **roles** - pairs of (role, name of the cluster site).
-    - **feature_shape** - shape of the observed value without its row axis.
-    - **event_shape** - shape of one feature's parameter in one cluster: ``()``, or
-      ``(categories,)``.
+    - **feature_shape** - shape of the observed value without its row axis and event.
+    - **event_shape** - shape of one observed event; ``()`` but for multivariate ones.
+    - **role_shapes** - shape of one feature's parameter in one cluster, for each role:
+      ``()``, or for example ``(categories,)``.
+    - **masked** - whether some cells are masked.
     """
 
     name: str
     roles: tuple[tuple[str, str], ...]
     feature_shape: tuple[int, ...]
     event_shape: tuple[int, ...] = ()
+    role_shapes: tuple[tuple[int, ...], ...] = ()
+    masked: bool = False
 
     @property
     def num_features(self) -> int:
         return int(np.prod(self.feature_shape, dtype=int))
+
+
+class Observed(NamedTuple):
+    """
+    The data of one site.
+
+    - **value** - ``[rows, *feature_shape, *event_shape]``.
+    - **mask** - which cells count, ``[rows, *feature_shape]``; None for all.
+    - **given** - parameters given by row, each ``[rows or 1, *feature_shape]``.
+    """
+
+    value: Array
+    mask: Array | None = None
+    given: tuple[Array, ...] = ()
 
 
 class AbstractBlock(ABC):
@@ -180,25 +261,46 @@ class AbstractBlock(ABC):
     pair: AbstractConjugatePair
     sites: tuple[SiteShape, ...]
 
+    @property
+    def num_features(self) -> int:
+        return sum(site.num_features for site in self.sites)
+
+    @property
+    def masked(self) -> bool:
+        return any(site.masked for site in self.sites)
+
     @abstractmethod
     def pack(self, hyper: Sequence[Hyper]) -> Any:
         """Hyperparameters of the block from those of each site, each without a cluster
         axis."""
 
-    def row(self, hyper: Any, data: Sequence[Array], n: Array) -> Array:
-        """Row `n` of the observed sites `data`, all features: ``[features]``."""
-        del hyper
-        cells = [
-            lax.dynamic_index_in_dim(x, n, keepdims=False).reshape(-1) for x in data
-        ]
-        return cells[0] if len(cells) == 1 else jnp.concatenate(cells)
+    @abstractmethod
+    def row(self, hyper: Any, data: Sequence[Observed], n: Array) -> Any:
+        """Row `n` of the observed sites `data`, all features, as `add` and the others
+        take it."""
+
+    def _values(self, data: Sequence[Observed], n: Array) -> tuple[Array, Array | None]:
+        """Row `n`, ``[features, *event_shape]``, and which of it is not masked."""
+        values = _join(
+            _row(d.value, n).reshape(-1, *site.event_shape)
+            for d, site in zip(data, self.sites, strict=True)
+        )
+        if not self.masked:
+            return values, None
+        live = _join(
+            jnp.ones(site.num_features, bool)
+            if d.mask is None
+            else _row(d.mask, n).reshape(-1)
+            for d, site in zip(data, self.sites, strict=True)
+        )
+        return values, live
 
     @abstractmethod
     def empty(self, hyper: Any, num_clusters: int) -> Any:
         """Statistics of `num_clusters` clusters without rows."""
 
     @abstractmethod
-    def add(self, stats: Any, x: Array, k: Array, live: Array) -> Any:
+    def add(self, hyper: Any, stats: Any, x: Any, k: Array, live: Array) -> Any:
         """Statistics after row `x` joined cluster `k`; unchanged where not `live`."""
 
     @abstractmethod
@@ -210,11 +312,11 @@ class AbstractBlock(ABC):
     # when a read can be fused past a write.
 
     @abstractmethod
-    def take(self, hyper: Any, stats: Any, x: Array, k: Array, live: Array) -> Any:
+    def take(self, hyper: Any, stats: Any, x: Any, k: Array, live: Array) -> Any:
         """Row `x` taken out of cluster `k` (if `live`), as the next two need it."""
 
     @abstractmethod
-    def score(self, hyper: Any, stats: Any, tables: Any, taken: Any, x: Array) -> Array:
+    def score(self, hyper: Any, stats: Any, tables: Any, taken: Any, x: Any) -> Array:
         """
         Log predictive density of row `x` in every cluster, ``[clusters]``, with `taken`
         out.
@@ -227,7 +329,7 @@ class AbstractBlock(ABC):
         stats: Any,
         tables: Any,
         taken: Any,
-        x: Array,
+        x: Any,
         k: Array,
         live: Array,
     ) -> tuple[Any, Any]:
@@ -260,73 +362,115 @@ class AbstractBlock(ABC):
         return values
 
 
+def _row(array: Array, n: Array) -> Array:
+    # What is the same for all rows has a row axis of length 1.
+    n = n if array.shape[0] > 1 else 0
+    return lax.dynamic_index_in_dim(array, n, keepdims=False)
+
+
+def _join(parts: Iterable[Array]) -> Array:
+    parts = list(parts)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
 @dataclass(frozen=True)
 class DenseBlock(AbstractBlock):
     """
-    Features whose statistics and tables are each a fixed number of floats.
+    Features whose statistics and tables are each a fixed number of floats or integers.
 
-    Statistics are one array ``[statistics, features, clusters]`` and tables another, so
-    that a move reads and writes one slice of each.
+    Statistics are two arrays ``[statistics, features, clusters]``, of floats and of
+    integers, and tables one of floats, so that a move reads and writes one slice of
+    each.
     """
 
     pair: AbstractConjugatePair
     sites: tuple[SiteShape, ...]
 
-    @property
-    def num_features(self) -> int:
-        return sum(site.num_features for site in self.sites)
-
     def pack(self, hyper):
         names = hyper[0].keys()
         dtype = jnp.result_type(float)
-        packed = {
-            name: jnp.concatenate(
-                [
-                    jnp.broadcast_to(
-                        jnp.asarray(h[name], dtype), site.feature_shape
-                    ).reshape(-1)
-                    for h, site in zip(hyper, self.sites, strict=True)
-                ]
+
+        def packed(name):
+            return _join(
+                jnp.asarray(h[name], dtype).reshape(
+                    site.num_features, *jnp.shape(h[name])[len(site.feature_shape) :]
+                )
+                for h, site in zip(hyper, self.sites, strict=True)
             )
-            for name in names
-        }
-        origin = jnp.zeros(self.num_features, dtype)
+
+        values = {name: packed(name) for name in names}
+        origin = None
         if self.pair.location is not None:
             name, _ = self.pair.location
-            origin = packed[name]
-            packed[name] = jnp.zeros_like(origin)
-        return DenseHyper(packed, origin)
+            origin = values[name]
+            values[name] = jnp.zeros_like(origin)
+        return DenseHyper(values, origin)
 
     def row(self, hyper, data, n):
-        x = AbstractBlock.row(self, hyper, data, n).astype(jnp.result_type(float))
-        return x - hyper.origin
+        x, live = self._values(data, n)
+        kind = float if jnp.issubdtype(x.dtype, jnp.floating) else int
+        given = [
+            _join(
+                jnp.broadcast_to(_row(g, n), site.feature_shape).reshape(-1)
+                for g, site in zip(parts, self.sites, strict=True)
+            )
+            for parts in zip(*(d.given for d in data), strict=True)
+        ]
+        cell = jax.vmap(self.pair.cell)(
+            hyper.values, x.astype(jnp.result_type(kind)), *given
+        )
+        if hyper.origin is not None:
+            if isinstance(cell, tuple):
+                cell = (cell[0] - hyper.origin, *cell[1:])
+            else:
+                cell = cell - hyper.origin
+        return DenseRow(cell, live)
 
     def empty(self, hyper, num_clusters):
-        column = jnp.stack(jax.vmap(self.pair.empty)(hyper.values))
-        return jnp.broadcast_to(column[..., None], (*column.shape, num_clusters))
+        column = jax.vmap(lambda h: _pack(self.pair.empty(h)), out_axes=-1)(
+            hyper.values
+        )
+        return jax.tree.map(
+            lambda c: jnp.broadcast_to(c[..., None], (*c.shape, num_clusters)), column
+        )
 
-    def add(self, stats, x, k, live):
-        column = self._step(self.pair.add, _read(stats, k), x, live)
-        return lax.dynamic_update_index_in_dim(stats, column, k, axis=-1)
+    def add(self, hyper, stats, x, k, live):
+        column = self._step(self.pair.add, hyper, _read(stats, k), x, live)
+        return jax.tree.map(
+            lambda s, c: lax.dynamic_update_index_in_dim(s, c, k, axis=-1),
+            stats,
+            column,
+        )
 
     def tables(self, hyper, stats):
         return jax.vmap(lambda s: self._table(hyper, s), in_axes=-1, out_axes=-1)(stats)
 
     def take(self, hyper, stats, x, k, live):
-        column = self._step(self.pair.remove, _read(stats, k), x, live)
+        column = self._step(self.pair.remove, hyper, _read(stats, k), x, live)
         return Taken(k, column, self._table(hyper, column))
 
     def score(self, hyper, stats, tables, taken, x):
-        del hyper, stats
-        over_clusters = jax.vmap(self.pair.score, in_axes=(-1, None))
-        each = jax.vmap(over_clusters)(tuple(tables), x).sum(0)
-        own = jax.vmap(self.pair.score)(tuple(taken.table), x).sum()
+        del stats
+        unpack = self._table_layout(hyper)
+
+        def one(table, cell):
+            return self.pair.score(unpack(table), cell)
+
+        over_clusters = jax.vmap(one, in_axes=(-1, None))
+        each = jax.vmap(over_clusters, in_axes=(1, 0))(tables, x.cell)
+        own = jax.vmap(one, in_axes=(-1, 0))(taken.table, x.cell)
+        if x.live is not None:
+            each = jnp.where(x.live[:, None], each, 0)
+            own = jnp.where(x.live, own, 0)
+        each, own = each.sum(0), own.sum()
         return jnp.where(jnp.arange(each.shape[0]) == taken.k, own, each)
 
     def put(self, hyper, stats, tables, taken, x, k, live):
         same = k == taken.k
-        column = jnp.where(same, taken.column, _read(stats, k))
-        column = self._step(self.pair.add, column, x, live)
+        column = jax.tree.map(
+            lambda t, s: jnp.where(same, t, s), taken.column, _read(stats, k)
+        )
+        column = self._step(self.pair.add, hyper, column, x, live)
         table = self._table(hyper, column)
         ks = jnp.stack([taken.k, k])
 
@@ -334,15 +478,14 @@ class DenseBlock(AbstractBlock):
             columns = jnp.stack([jnp.where(same, joined, left), joined], -1)
             return array.at[..., ks].set(columns)
 
-        stats = write(stats, taken.column, column)
+        stats = jax.tree.map(write, stats, taken.column, column)
         return stats, write(tables, taken.table, table)
 
     def log_marginal(self, hyper, stats):
-        return self._map(self.pair.log_marginal, hyper, stats).sum(0)
+        return self._map(self.pair.log_marginal, hyper, stats).sum(1)
 
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)
-        posterior = jax.tree.map(jnp.transpose, posterior)
         theta = self.pair.theta(posterior, _Sampler(rng_key, self.pair.prior))
         if self.pair.location is not None:
             _, role = self.pair.location
@@ -350,26 +493,68 @@ class DenseBlock(AbstractBlock):
         return self.unpack(theta)
 
     def _map(self, fn, hyper, stats):
-        over_clusters = jax.vmap(fn, in_axes=(None, -1), out_axes=-1)
-        return jax.vmap(over_clusters)(hyper.values, tuple(stats))
+        """`fn` of every cluster and feature: ``[clusters, features, ...]``."""
+        unpack = self._layout(hyper)
+
+        def one(h, s):
+            return fn(h, unpack(s))
+
+        over_features = jax.vmap(one, in_axes=(0, -1))
+        return jax.vmap(over_features, in_axes=(None, -1))(hyper.values, stats)
+
+    def _layout(self, hyper):
+        return _unpacker(jax.eval_shape(self.pair.empty, _first(hyper.values)))
+
+    def _table_layout(self, hyper):
+        def table(h):
+            return self.pair.predictive(h, self.pair.empty(h))
+
+        shapes = jax.eval_shape(table, _first(hyper.values))
+        unpack = _unpacker(shapes)
+        return lambda packed: unpack((packed,))
 
     def _table(self, hyper, column):
-        table = jax.vmap(self.pair.predictive)(hyper.values, tuple(column))
-        return jnp.stack(table)
+        unpack = self._layout(hyper)
 
-    def _step(self, fn, column, x, live):
-        changed = jnp.stack(jax.vmap(fn)(tuple(column), x))
-        return jnp.where(live, changed, column)
+        def one(h, c):
+            (packed,) = _pack(self.pair.predictive(h, unpack(c)))
+            return packed
+
+        return jax.vmap(one, in_axes=(0, -1), out_axes=-1)(hyper.values, column)
+
+    def _step(self, fn, hyper, column, x, live):
+        unpack = self._layout(hyper)
+
+        def one(h, c, cell):
+            return _pack(fn(h, unpack(c), cell))
+
+        changed = jax.vmap(one, in_axes=(0, -1, 0), out_axes=-1)(
+            hyper.values, column, x.cell
+        )
+        if x.live is not None:
+            live = live & x.live
+        return jax.tree.map(lambda new, old: jnp.where(live, new, old), changed, column)
 
 
 class DenseHyper(NamedTuple):
     """
-    - **values** - hyperparameters by name, ``[features]``.
-    - **origin** - subtracted from the values of each feature, ``[features]``.
+    - **values** - hyperparameters by name, ``[features, ...]``.
+    - **origin** - subtracted from the values of each feature, ``[features, ...]``;
+      None if the pair has no location.
     """
 
     values: dict[str, Array]
-    origin: Array
+    origin: Array | None
+
+
+class DenseRow(NamedTuple):
+    """
+    - **cell** - what the pair keeps of each value, ``[features, ...]``.
+    - **live** - which of them are not masked, ``[features]``; None for all.
+    """
+
+    cell: Cell
+    live: Array | None
 
 
 class Taken(NamedTuple):
@@ -380,14 +565,54 @@ class Taken(NamedTuple):
     """
 
     k: Array
-    column: Array
+    column: tuple[Array, ...]
     table: Array
 
 
-def _read(array: Array, k: Array) -> Array:
+def _first(values: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: value[0] for name, value in values.items()}
+
+
+def _pack(leaves: Sequence[Array]) -> tuple[Array, ...]:
+    """One vector of the floats and one of the integers, as far as there are any."""
+    kinds: dict[Any, list[Array]] = {}
+    for leaf in map(jnp.asarray, leaves):
+        floating = bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+        kinds.setdefault(floating, []).append(leaf)
+    return tuple(_vector(kinds[kind]) for kind in (True, False) if kind in kinds)
+
+
+def _vector(leaves: list[Array]) -> Array:
+    if all(leaf.ndim == 0 for leaf in leaves):
+        return jnp.stack(leaves)
+    return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+
+
+def _unpacker(like: Sequence[Any]) -> Callable[[tuple[Array, ...]], tuple[Array, ...]]:
+    """The inverse of `_pack`, for leaves of the shapes and types of `like`."""
+    floating = [bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in like]
+
+    def unpack(packed):
+        vectors = dict(
+            zip([k for k in (True, False) if k in floating], packed, strict=True)
+        )
+        start = {True: 0, False: 0}
+        leaves = []
+        for kind, leaf in zip(floating, like, strict=True):
+            stop = start[kind] + int(np.prod(leaf.shape, dtype=int))
+            part = vectors[kind][start[kind] : stop]
+            leaves.append(part.reshape(leaf.shape))
+            start[kind] = stop
+        return tuple(leaves)
+
+    return unpack
+
+
+def _read(stats: Any, k: Array) -> Any:
     # NB: a gather, which one index would not be. XLA fuses a dynamic slice into all its
     # users, some of them past a later write, and then copies the array at every move.
-    return array.at[..., jnp.stack([k, k])].get(mode="clip")[..., 0]
+    ks = jnp.stack([k, k])
+    return jax.tree.map(lambda s: s.at[..., ks].get(mode="clip")[..., 0], stats)
 
 
 # --- draws ---------------------------------------------------------------------------
@@ -428,8 +653,8 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     Rejection from a transformed normal, all variates at once: Marsaglia and Tsang
     (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``,
     ibid. section 6, in logarithms, so that a small concentration does not underflow.
-    All variates are tried once, a window at a time; those that were rejected (at most
-    5%) are gathered and tried until none is left.
+    All variates are tried once; those that were rejected (at most 5%) are gathered and
+    tried until none is left.
 
     **References:**
 
@@ -439,62 +664,64 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     shape = jnp.shape(concentration)
     a = jnp.ravel(concentration)
     size = a.size
-    num_windows = 8 if size >= 1024 else 1
-    window = -(-size // num_windows)
-    place = jnp.arange(window, dtype=jnp.int32)
+    tiny = jnp.finfo(a.dtype).tiny
 
-    def gather_rejected(done):
-        rank = lax.associative_scan(jnp.add, (~done).astype(jnp.int32)) - 1
-        index = jnp.full(window, size, jnp.int32)
-        where = jnp.where(done, window, rank)
-        return index.at[where].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    def attempt(i, a):
+        # One call for all random numbers: each takes long to compile.
+        key = random.fold_in(rng_key, i)
+        u = random.uniform(key, (2, a.size), a.dtype, minval=tiny)
+        boosted = a < 1
+        value, accepted, log_u = _propose(u, jnp.where(boosted, a + 1, a))
+        return value + jnp.where(boosted, log_u / a, 0), accepted
+
+    # What is not a concentration gives NaN, instead of a loop that does not end.
+    invalid = ~((a > 0) & jnp.isfinite(a))
+    value, accepted = attempt(0, a)
+    value = jnp.where(invalid, jnp.nan, value)
+    window = -(-size // 16)
 
     def unfinished(carry):
         return ~jnp.all(carry[1])
 
-    def attempt(carry):
+    def gather_rejected(done):
+        rank = lax.associative_scan(jnp.add, (~done).astype(jnp.int32)) - 1
+        index = jnp.full(window, size, jnp.int32)
+        return index.at[jnp.where(done, window, rank)].set(
+            jnp.arange(size, dtype=jnp.int32), mode="drop"
+        )
+
+    def retry(carry):
         value, done, index, i = carry
-        tried = done.at[index].get(mode="fill", fill_value=True).all()
+        # `size`, past the end, stands for none.
+        left = ~done.at[index].get(mode="fill", fill_value=True)
         index = lax.cond(
-            i < num_windows,
-            lambda: i * window + place,
-            lambda: lax.cond(
-                tried | (i == num_windows),
-                lambda: gather_rejected(done),
-                lambda: index,
-            ),
+            left.any(),
+            lambda: jnp.where(left, index, size),
+            lambda: gather_rejected(done),
         )
-        each = a.at[index].get(mode="clip")
-        # One call for all random numbers: each takes long to compile.
-        u = random.uniform(
-            random.fold_in(rng_key, i),
-            (3, window),
-            a.dtype,
-            minval=jnp.finfo(a.dtype).tiny,
-        )
-        boosted = each < 1
-        proposed, accepted = _propose(u[:2], jnp.where(boosted, each + 1, each))
-        proposed = proposed + jnp.where(boosted, jnp.log(u[2]) / each, 0)
-        accepted = accepted & ~done.at[index].get(mode="fill", fill_value=True)
+        proposed, accepted = attempt(i, a.at[index].get(mode="clip"))
         where = jnp.where(accepted, index, size)
         value = value.at[where].set(proposed, mode="drop")
         return value, done.at[where].set(True, mode="drop"), index, i + 1
 
-    # What is not a concentration gives NaN, instead of a loop that does not end.
-    invalid = ~((a > 0) & jnp.isfinite(a))
-    value = jnp.where(invalid, jnp.nan, jnp.zeros_like(a))
-    start = value, invalid, place, jnp.zeros((), jnp.int32)
-    return lax.while_loop(unfinished, attempt, start)[0].reshape(shape)
+    index = jnp.full(window, size, jnp.int32)
+    start = value, accepted | invalid, index, jnp.ones((), jnp.int32)
+    return lax.while_loop(unfinished, retry, start)[0].reshape(shape)
 
 
 def _propose(u, a):
-    """Logarithms of proposed gamma variates for ``a >= 1``, and which are accepted; `u`
-    ``[2, n]`` is uniform on (0, 1)."""
+    """
+    Logarithms of proposed gamma variates for ``a >= 1``, which of them are accepted,
+    and for those the logarithm of another uniform variate; `u` ``[2, n]`` is uniform on
+    (0, 1).
+    """
     d = a - 1 / 3
     tiny = jnp.finfo(d.dtype).tiny
     low = jnp.nextafter(jnp.asarray(-1, d.dtype), jnp.asarray(0, d.dtype))
     x = jnp.sqrt(2).astype(d.dtype) * erfinv(jnp.maximum(2 * u[0] - 1, low))
     root = 1 + x / jnp.sqrt(9 * d)
     log_v = 3 * jnp.log(jnp.maximum(root, tiny))
-    accepted = jnp.log(u[1]) < 0.5 * x * x + d - d * root**3 + d * log_v
-    return jnp.log(d) + log_v, accepted & (root > 0)
+    log_ratio = jnp.minimum(0.5 * x * x + d - d * root**3 + d * log_v, 0)
+    # Given that it is below the acceptance probability, u[1] is uniform there.
+    log_u = jnp.log(u[1]) - log_ratio
+    return jnp.log(d) + log_v, (log_u < 0) & (root > 0), log_u

@@ -4,7 +4,7 @@
 """Categories of unknown probabilities."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,27 @@ from jax.scipy.special import gammaln
 import numpy as np
 
 import numpyro.distributions as dist
-from numpyro.distributions.discrete import CategoricalProbs
+from numpyro.distributions.discrete import (
+    CategoricalLogits,
+    CategoricalProbs,
+    MultinomialProbs,
+)
 
 from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
     AbstractConjugatePair,
     SiteShape,
+    count_error,
+    first_row,
     loggamma,
+)
+from numpyro_subanneal.conjugate.special import (
+    log1p_of,
+    log_binomial,
+    log_polya,
+    log_split,
+    remainder_from_one,
+    stirling_remainder,
 )
 from numpyro_subanneal.typing import Array
 
@@ -45,7 +59,7 @@ class DirichletCategorical(AbstractConjugatePair):
         "a constant concentration."
     )
     positive = frozenset({"concentration"})
-    vectors = frozenset({"concentration"})
+    event_dim = {"concentration": 1}
 
     def parameters(self, theta):
         return {"probs": theta["probs"]}
@@ -72,18 +86,21 @@ class DirichletCategorical(AbstractConjugatePair):
     def empty(self, hyper):
         return (jnp.zeros(hyper["concentration"].shape[-1], jnp.int32),)
 
-    def add(self, stat, x):
+    def add(self, hyper, stat, x):
+        del hyper
         (counts,) = stat
         return (counts + self._one_hot(counts, x),)
 
-    def remove(self, stat, x):
+    def remove(self, hyper, stat, x):
+        del hyper
         (counts,) = stat
         return (counts - self._one_hot(counts, x),)
 
     def _one_hot(self, counts, x):
         return jnp.asarray(jnp.arange(counts.shape[-1]) == x, counts.dtype)
 
-    def merge(self, a, b):
+    def merge(self, hyper, a, b):
+        del hyper
         return (a[0] + b[0],)
 
     def posterior(self, hyper, stat):
@@ -104,14 +121,159 @@ class DirichletCategorical(AbstractConjugatePair):
     def score(self, table, x):
         return table[0][x]
 
-    def block(self, sites):
-        return CountBlock(self, tuple(sites))
+    def blocks(self, sites):
+        return [CountBlock(self, tuple(sites))]
+
+
+class DirichletCategoricalLogits(DirichletCategorical):
+    """:class:`DirichletCategorical` with ``x ~ Categorical(logits=log(probs))``."""
+
+    likelihood = (CategoricalLogits,)
+    form = (
+        "The form is probs ~ Dirichlet(concentration), x ~ "
+        "Categorical(logits=log(probs[z])), with a constant concentration."
+    )
+
+    def parameters(self, theta):
+        return {"logits": jnp.log(theta["probs"])}
+
+
+class DirichletMultinomial(AbstractConjugatePair):
+    """
+    ``x ~ Multinomial(total_count, probs)`` with ``probs ~ Dirichlet(concentration)``;
+    the concentration ``[C]`` need not be uniform, and `total_count` may differ by row.
+
+    Statistics: the sums of the counts ``[C]``, integers; and the log probability of the
+    values given these sums, which is hypergeometric and does not depend on the prior
+    (so that the log marginal has no sums of multinomial coefficients, which cancel).
+
+    **References:**
+
+    1. *The Dirichlet-multinomial and Dirichlet-categorical models for Bayesian
+       inference*, S. Tu (2014)
+    2. *Fast and Accurate Computation of Binomial Probabilities*, C. Loader (2000)
+    """
+
+    likelihood = (MultinomialProbs,)
+    prior = {"probs": dist.Dirichlet}
+    given_by_row = ("total_count",)
+    form = (
+        "The form is probs ~ Dirichlet(concentration), x ~ Multinomial(total_count, "
+        "probs[z]), with a constant concentration."
+    )
+    positive = frozenset({"concentration"})
+    event_dim = {"concentration": 1}
+
+    def parameters(self, theta):
+        return {"probs": theta["probs"]}
+
+    def hyperparameters(self, prior, theta):
+        del theta
+        return {"concentration": prior["probs"].concentration}
+
+    def data_error(self, x, hyper):
+        error = count_error(x)
+        if error is not None:
+            return error
+        total = np.sum(x, -1, dtype=np.float64)
+        wrong = total != hyper["total_count"]
+        if wrong.any():
+            expected = np.broadcast_to(hyper["total_count"], total.shape)[wrong][0]
+            return (
+                f"has counts that sum to {total[wrong][0]:g} in row "
+                f"{first_row(wrong)}, where total_count is {expected:g}"
+            )
+        return None
+
+    def theta(self, hyper, sample):
+        return {"probs": sample("probs", dist.Dirichlet(hyper["concentration"]))}
+
+    def cell(self, hyper, x, total_count):
+        # Counts as they are summed and as they are scored, their sum, and the log
+        # multinomial coefficient.
+        del hyper, total_count
+        x = jnp.asarray(x, jnp.result_type(int))
+        counts = jnp.asarray(x, jnp.result_type(float))
+        # Of the categories in turn, each among those up to it.
+        before = jnp.cumsum(counts, -1) - counts
+        return x, counts, counts.sum(-1), log_binomial(counts, before).sum(-1)
+
+    def empty(self, hyper):
+        concentration = hyper["concentration"]
+        zeros = jnp.zeros(concentration.shape[-1], jnp.result_type(int))
+        return zeros, jnp.zeros((), concentration.dtype)
+
+    def add(self, hyper, stat, x):
+        return self.merge(hyper, stat, (x[0], 0))
+
+    def remove(self, hyper, stat, x):
+        del hyper
+        counts, given_sums = stat
+        counts = counts - x[0]
+        given_sums = given_sums - self._log_share_out(counts, x[0])
+        # An emptied cluster starts again from nothing, not from rounding errors.
+        return counts, jnp.where(counts.sum(-1) > 0, given_sums, 0)
+
+    def merge(self, hyper, a, b):
+        del hyper
+        return a[0] + b[0], a[1] + b[1] + self._log_share_out(a[0], b[0])
+
+    def _log_share_out(self, a, b):
+        """Log probability that two groups, of known size and with known counts of the
+        categories together, have these counts."""
+        sizes = a.sum(-1), b.sum(-1)
+        each = jax.vmap(log_split, (0, 0, None, None))(a, b, *sizes)
+        return each.sum(-1) - log_split(*sizes, *sizes)
+
+    def posterior(self, hyper, stat):
+        return {"concentration": hyper["concentration"] + stat[0]}
+
+    def log_marginal(self, hyper, stat):
+        # Of the sums, Dirichlet-multinomial too, and of the values given them.
+        return log_polya(hyper["concentration"], stat[0]) + stat[1]
+
+    def predictive(self, hyper, stat):
+        # Dirichlet-multinomial, Tu (2014).
+        weight = hyper["concentration"] + stat[0]
+        total = weight.sum(-1)
+        share = weight / total
+        return (
+            weight,
+            share,
+            1 / share,
+            jnp.log(share),
+            stirling_remainder(weight),
+            total,
+            1 / total,
+            stirling_remainder(total),
+        )
+
+    def score(self, table, x):
+        # Saddle-point form as in Loader (2000): the old shares are compared with the
+        # new ones.
+        weight, share, odds, log_share, left, total, per_total, left_total = table
+        _, counts, size, coefficient = x
+        new, count = weight + counts, total + size
+        per_count = 1 / count
+        per_share = per_count * odds
+        excess = counts - size * share
+        log_ratio = log1p_of(new * per_share, excess * per_share)
+        change = remainder_from_one(new, 1 / new) - left
+        each = (
+            (new - 0.5) * log_ratio
+            + counts * log_share
+            + jnp.where(counts > 0, change, 0)
+        )
+        rest = 0.5 * (weight.shape[-1] - 1) * jnp.log(count * per_total)
+        change = remainder_from_one(count, per_count) - left_total
+        return each.sum(-1) + coefficient - rest - jnp.where(size > 0, change, 0)
 
 
 class Counts(NamedTuple):
     """
     - **category** - rows with this category, integers ``[categories, clusters]``.
-    - **total** - rows of the cluster, integers ``[clusters]``.
+    - **total** - rows of the cluster, integers ``[clusters]``; where cells are masked,
+      those of each feature, ``[features, clusters]``.
     """
 
     category: Array
@@ -121,8 +283,8 @@ class Counts(NamedTuple):
 class CountTables(NamedTuple):
     """
     - **category** - ``log(count + concentration)``, ``[categories, clusters]``.
-    - **total** - sum over features of ``log(total + total concentration)``,
-      ``[clusters]``.
+    - **total** - ``log(total + total concentration)``, ``[features, clusters]``; its
+      sum over features, ``[clusters]``, where no cells are masked.
     """
 
     category: Array
@@ -139,16 +301,32 @@ class CountHyper(NamedTuple):
     total: Array
 
 
+class Codes(NamedTuple):
+    """
+    - **index** - the row's category of each feature, counted over all features,
+      ``[features]``.
+    - **live** - which features are not masked, ``[features]``; None for all.
+    """
+
+    index: Array
+    live: Array | None
+
+    def where(self, live: Array, yes: Array, no: Array | int) -> Array:
+        """`yes` where `live` and not masked, else `no`: of the shape of
+        `Counts.total` in one cluster."""
+        return jnp.where(live if self.live is None else live & self.live, yes, no)
+
+
 class TakenCounts(NamedTuple):
     """
     - **k** - the cluster that a row was taken from.
-    - **x** - the row's categories, ``[features]``.
-    - **by** - 1 if the row really was taken, else 0.
+    - **index** - the row's categories, ``[features]``.
+    - **by** - 1 where something really was taken, else 0, ``[]`` or ``[features]``.
     - **log_total** - the cluster's entry of `CountTables.total` without the row.
     """
 
     k: Array
-    x: Array
+    index: Array
     by: Array
     log_total: Array
 
@@ -169,7 +347,7 @@ class CountBlock(AbstractBlock):
     def cardinality(self) -> np.ndarray:
         """Number of categories of each feature."""
         return np.concatenate(
-            [np.full(s.num_features, s.event_shape[0]) for s in self.sites]
+            [np.full(s.num_features, s.role_shapes[0][0]) for s in self.sites]
         )
 
     @cached_property
@@ -189,7 +367,7 @@ class CountBlock(AbstractBlock):
             [
                 jnp.broadcast_to(
                     jnp.asarray(h["concentration"], dtype),
-                    site.feature_shape + site.event_shape,
+                    site.feature_shape + site.role_shapes[0],
                 ).reshape(-1)
                 for h, site in zip(hyper, self.sites, strict=True)
             ]
@@ -202,55 +380,73 @@ class CountBlock(AbstractBlock):
         )
 
     def row(self, hyper, data, n):
-        codes = AbstractBlock.row(self, hyper, data, n)
-        return codes.astype(jnp.int32) + self.offset
+        del hyper
+        codes, live = self._values(data, n)
+        codes = codes.astype(jnp.int32)
+        if live is not None:
+            # What sits in a masked cell may be anything; it counts as category 0, by 0.
+            codes = jnp.where(live, codes, 0)
+        return Codes(codes + self.offset, live)
 
     def empty(self, hyper, num_clusters):
+        features = (len(self.cardinality),) if self.masked else ()
         return Counts(
             jnp.zeros((len(hyper.category), num_clusters), jnp.int32),
-            jnp.zeros(num_clusters, jnp.int32),
+            jnp.zeros((*features, num_clusters), jnp.int32),
         )
 
-    def add(self, stats, x, k, live):
-        by = jnp.where(live, 1, 0)
+    def add(self, hyper, stats, x, k, live):
+        del hyper
+        by = x.where(live, 1, 0)
         return Counts(
-            stats.category.at[x, k].add(by, unique_indices=True),
-            stats.total.at[k].add(by),
+            stats.category.at[x.index, k].add(by, unique_indices=True),
+            stats.total.at[..., k].add(by),
         )
 
     def tables(self, hyper, stats):
-        return CountTables(
-            jnp.log(stats.category + hyper.category[:, None]),
-            jax.vmap(lambda n: self._log_total(hyper, n))(stats.total),
-        )
+        category = jnp.log(stats.category + hyper.category[:, None])
+        return CountTables(category, self._log_totals(hyper, stats.total))
+
+    def _log_totals(self, hyper, totals):
+        one = partial(self._log_total, hyper)
+        return jax.vmap(one, in_axes=-1, out_axes=-1)(totals)
 
     def _log_total(self, hyper, total):
-        return jnp.log(total + hyper.total).sum()
+        each = jnp.log(total + hyper.total)
+        return each if self.masked else each.sum()
 
     def take(self, hyper, stats, x, k, live):
-        by = jnp.where(live, 1, 0)
-        return TakenCounts(k, x, by, self._log_total(hyper, stats.total[k] - by))
+        by = x.where(live, 1, 0)
+        log_total = self._log_total(hyper, stats.total[..., k] - by)
+        return TakenCounts(k, x.index, by, log_total)
 
     def score(self, hyper, stats, tables, taken, x):
-        each = tables.category[x].sum(0) - tables.total
-        own = stats.category[x, taken.k] - jnp.where(x == taken.x, taken.by, 0)
-        own = jnp.log(own + hyper.category[x]).sum() - taken.log_total
+        own = stats.category[x.index, taken.k]
+        own = own - jnp.where(x.index == taken.index, taken.by, 0)
+        own = jnp.log(own + hyper.category[x.index])
+        each = tables.category[x.index]
+        if x.live is None:
+            each = each.sum(0) - tables.total
+            own = own.sum() - taken.log_total
+        else:
+            each = jnp.where(x.live[:, None], each - tables.total, 0).sum(0)
+            own = jnp.where(x.live, own - taken.log_total, 0).sum()
         return jnp.where(jnp.arange(each.shape[0]) == taken.k, own, each)
 
     def put(self, hyper, stats, tables, taken, x, k, live):
-        xs = jnp.concatenate([taken.x, x])
+        num = len(x.index)
+        xs = jnp.concatenate([taken.index, x.index])
         ks = jnp.stack([taken.k, k])
-        by = jnp.stack([-taken.by, jnp.where(live, 1, 0)])
-        each = jnp.repeat(ks, len(x), total_repeat_length=2 * len(x))
-        category = stats.category.at[xs, each].add(
-            jnp.repeat(by, len(x), total_repeat_length=2 * len(x))
-        )
+        by = jnp.stack([-taken.by, x.where(live, 1, 0)], -1)
+        each = jnp.repeat(ks, num, total_repeat_length=2 * num)
+        by_cell = jnp.broadcast_to(by, (num, 2)).T.reshape(-1)
+        category = stats.category.at[xs, each].add(by_cell)
         changed = jnp.log(category[xs, each] + hyper.category[xs])
-        total = stats.total.at[ks].add(by)
-        log_total = jax.vmap(lambda n: self._log_total(hyper, n))(total[ks])
+        total = stats.total.at[..., ks].add(by)
+        log_total = self._log_totals(hyper, total[..., ks])
         return Counts(category, total), CountTables(
             tables.category.at[xs, each].set(changed),
-            tables.total.at[ks].set(log_total),
+            tables.total.at[..., ks].set(log_total),
         )
 
     def log_marginal(self, hyper, stats):
@@ -267,9 +463,9 @@ class CountBlock(AbstractBlock):
         values: dict[str, Any] = {}
         start = 0
         for site in self.sites:
-            stop = start + site.num_features * site.event_shape[0]
+            stop = start + site.num_features * site.role_shapes[0][0]
             weight = log_weight[:, start:stop].reshape(
-                (-1,) + site.feature_shape + site.event_shape
+                (-1,) + site.feature_shape + site.role_shapes[0]
             )
             ((_, name),) = site.roles
             values[name] = jax.nn.softmax(weight, axis=-1)

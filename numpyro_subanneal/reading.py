@@ -1,0 +1,258 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a model says: priors, hyperparameters and data, read off a trace."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro import handlers
+import numpyro.distributions as dist
+from numpyro.infer.initialization import init_to_feasible
+
+from numpyro_subanneal.conjugate.base import (
+    AbstractBlock,
+    AbstractConjugatePair,
+    Observed,
+    SiteShape,
+)
+from numpyro_subanneal.distributions import PartitionDistribution
+from numpyro_subanneal.rows import Component
+from numpyro_subanneal.skeleton import (
+    Args,
+    Kwargs,
+    Model,
+    cell_mask,
+    peel,
+    run_trace,
+)
+from numpyro_subanneal.typing import Array
+from numpyro_subanneal.weights import (
+    DirichletWeights,
+    KnownWeights,
+    LabelledPrior,
+    StickBreakingWeights,
+)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """
+    The site of the assignments.
+
+    - **name** - its name.
+    - **num_rows** - number of rows.
+    - **weights** - name of the latent site of the mixture weights, if there is one.
+    - **labelled** - whether clusters are components with weights of their own (the
+      prior is a categorical distribution) rather than the parts of a partition.
+    """
+
+    name: str
+    num_rows: int
+    weights: str | None = None
+    labelled: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What the kernel needs to know of a model: names and shapes, no arrays.
+
+    - **partition** - the site of the assignments.
+    - **capacity** - size of the clusters plate.
+    - **blocks** - observed sites and their cluster sites, packed by conjugate pair.
+    - **imputed** - latent sites that stand for masked cells (of `obs_mask`).
+    - **deterministic** - deterministic sites.
+    """
+
+    partition: Partition
+    capacity: int
+    blocks: tuple[AbstractBlock, ...]
+    imputed: tuple[str, ...]
+    deterministic: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.partition.num_rows
+
+    @property
+    def cluster_sites(self) -> tuple[str, ...]:
+        """Names of the cluster sites."""
+        return tuple(
+            name for block in self.blocks for s in block.sites for _, name in s.roles
+        )
+
+    @property
+    def sampled(self) -> tuple[str, ...]:
+        """Names of the latent sites that the kernel samples."""
+        weights = self.partition.weights
+        extra = () if weights is None else (weights,)
+        return (self.partition.name, *extra, *self.cluster_sites, *self.imputed)
+
+
+class Reading(NamedTuple):
+    """
+    What a model says for given arguments.
+
+    - **prior** - prior of the partition.
+    - **components** - for each block its hyperparameters and data.
+    - **theta** - feasible values of all latent sites but the partition, by name.
+    """
+
+    prior: PartitionDistribution | LabelledPrior
+    components: tuple[Component, ...]
+    theta: dict[str, Array]
+
+
+def read(plan: Plan, model: Model, args: Args, kwargs: Kwargs) -> Reading:
+    """
+    Read the values behind `plan`. Traceable; the likelihood is never evaluated, and is
+    dead code once compiled.
+    """
+
+    def pick(site):
+        if site["type"] != "sample" or site["is_observed"]:
+            return None
+        if site["name"] == plan.partition.name:
+            return jnp.zeros(plan.num_rows, jnp.int32)
+        return None if site["name"] in plan.imputed else init_to_feasible(site)
+
+    with handlers.block():
+        trace = run_trace(model, args, kwargs, pick)
+    components = []
+    for block in plan.blocks:
+        hyper, data = [], []
+        for shape in block.sites:
+            values = prior_hyperparameters(block.pair, shape, trace, plan.capacity)
+            fn = trace[shape.name]["fn"]
+            given = given_parameters(block.pair, shape, fn)
+            values = {name: value[0] for name, value in values.items()}
+            hyper.append(values | {name: given[name][0] for name in block.pair.given})
+            value = jnp.asarray(trace[shape.name]["value"])
+            rows = value.shape[:1]
+            data.append(
+                Observed(
+                    value,
+                    cell_mask(fn, rows + shape.feature_shape) if shape.masked else None,
+                    tuple(given[name] for name in block.pair.given_by_row),
+                )
+            )
+        components.append(Component(block, block.pack(hyper), data))
+    return Reading(
+        prior=read_prior(plan.partition, trace),
+        components=tuple(components),
+        theta={name: trace[name]["value"] for name in plan.sampled[1:]},
+    )
+
+
+def impute(
+    rng_key: Array,
+    plan: Plan,
+    model: Model,
+    args: Args,
+    kwargs: Kwargs,
+    values: Mapping[str, Array],
+) -> dict[str, Array]:
+    """
+    Draws of the imputed sites given `values` of the other latent ones: from their
+    likelihood, since cells are independent given the partition and the parameters.
+    """
+
+    def pick(site):
+        return values.get(site["name"]) if site["type"] == "sample" else None
+
+    with handlers.block():
+        trace = run_trace(model, args, kwargs, pick, rng_key)
+    return {name: trace[name]["value"] for name in plan.imputed}
+
+
+def read_prior(
+    partition: Partition, trace: Mapping[str, dict]
+) -> PartitionDistribution | LabelledPrior:
+    """The prior of the assignments, mixture weights integrated out."""
+    fn = peel(trace[partition.name]["fn"])
+    if not partition.labelled:
+        return fn
+    num_components = fn.probs.shape[-1]
+    if partition.weights is None:
+        log_probs = jnp.log(fn.probs.reshape(-1, num_components)[0])
+        return KnownWeights(log_probs, partition.num_rows)
+    weights = peel(trace[partition.weights]["fn"])
+    if isinstance(weights, dist.Dirichlet):
+        concentration = jnp.broadcast_to(weights.concentration, (num_components,))
+        return DirichletWeights(concentration, partition.num_rows)
+    a, b = (
+        jnp.broadcast_to(value, (num_components - 1,))
+        for value in (weights.concentration1, weights.concentration0)
+    )
+    return StickBreakingWeights(a, b, partition.num_rows)
+
+
+def prior_hyperparameters(
+    pair: AbstractConjugatePair,
+    shape: SiteShape,
+    trace: Mapping[str, dict],
+    capacity: int,
+) -> dict[str, Array]:
+    """Hyperparameters of every cluster, ``[clusters, *feature_shape, *event]``."""
+    priors = {role: peel(trace[c]["fn"]) for role, c in shape.roles}
+    theta = {role: trace[c]["value"] for role, c in shape.roles}
+    batch = (capacity, *shape.feature_shape)
+    return {
+        name: jnp.broadcast_to(value, batch + _event(pair, name, value))
+        for name, value in pair.hyperparameters(priors, theta).items()
+    }
+
+
+def given_parameters(
+    pair: AbstractConjugatePair, shape: SiteShape, fn: dist.Distribution
+) -> dict[str, Array]:
+    """
+    Parameters of the likelihood that are given, ``[rows or 1, *feature_shape,
+    *event]``: the first axis is as long as the model has it.
+    """
+    base = peel(fn)
+    found = {}
+    for name in (*pair.given, *pair.given_by_row):
+        value = jnp.asarray(getattr(base, name))
+        event = _event(pair, name, value)
+        batch = value.shape[: value.ndim - len(event)]
+        missing = 1 + len(shape.feature_shape) - len(batch)
+        batch = (1,) * missing + batch
+        value = value.reshape(batch + event)
+        found[name] = jnp.broadcast_to(value, batch[:1] + shape.feature_shape + event)
+    return found
+
+
+def _event(pair: AbstractConjugatePair, name: str, value: Array) -> tuple[int, ...]:
+    value_shape = jnp.shape(value)
+    return value_shape[len(value_shape) - pair.event_dim.get(name, 0) :]
+
+
+def by_role(shape: SiteShape, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by cluster site, as values by role."""
+    return {role: values[cluster] for role, cluster in shape.roles}
+
+
+def with_array_arguments(args, kwargs):
+    """
+    Split arguments into arrays, which a compiled function should take as arguments (as
+    constants they would be copied into the program), and a function that restores them.
+    """
+    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
+    is_array = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
+    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+
+    def rebuild(arrays):
+        rest = iter(arrays)
+        return jax.tree.unflatten(
+            treedef,
+            [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)],
+        )
+
+    return rebuild, arrays
