@@ -1239,7 +1239,7 @@ def _log_weight_new_mixed(
     """
     concentration, log_probs = _float_parameters(concentration, log_probs)
     num_clusters, num_rows = jnp.broadcast_arrays(num_clusters, num_rows)
-    t = jnp.clip(num_clusters, 1, log_probs.shape[-1])
+    t = jnp.clip(num_clusters, 1, log_probs.shape[-1]).astype(jnp.int32)
     terms, _, empty = _log_terms(t, num_rows + 1, concentration, log_probs)
     # Each sum is scaled by its own largest term: the ratio may be below 1e-38.
     upper = _log_sum(jnp.where(empty > 0, terms, -jnp.inf), empty)

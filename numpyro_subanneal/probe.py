@@ -299,13 +299,13 @@ class Prober:
         if not any(pair.given_by_row for pair, _ in self.shapes):
             return {shape.name: {} for _, shape in self.shapes}
 
-        def compute(arrays):
+        def compute(theta, arrays):
             args, kwargs = self.rebuild(arrays)
+            zero = jnp.zeros(self.num_rows, jnp.int32)
+            values = {self.partition.name: zero, **theta}
 
             def pick(site):
-                if site["name"] == self.partition.name:
-                    return jnp.zeros(self.num_rows, jnp.int32)
-                return self.theta[0].get(site["name"])
+                return values.get(site["name"]) if site["type"] == "sample" else None
 
             trace = run_trace(self.model, args, kwargs, pick)
             return {
@@ -319,7 +319,8 @@ class Prober:
                 for pair, shape in self.shapes
             }
 
-        return jax.device_get(compile_for(compute, self.arrays)(self.arrays))
+        args = self.theta[0], self.arrays
+        return jax.device_get(compile_for(compute, *args)(*args))
 
     # --- the likelihood ------------------------------------------------------------
 

@@ -17,7 +17,6 @@ priors are pytrees.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import jax
@@ -202,15 +201,17 @@ class DirichletWeights(LabelledPrior):
     def log_prob(self, counts: ArrayLike) -> Array:
         return _log_dirichlet_multinomial(counts, self.concentration)
 
+    @jax.jit
     def draw(self, rng_key: Array, counts: ArrayLike) -> Array:
         log_gamma = loggamma(rng_key, _float(self.concentration) + jnp.asarray(counts))
         tiny = jnp.finfo(log_gamma.dtype).tiny
         return jnp.maximum(jax.nn.softmax(log_gamma, axis=-1), tiny)
 
+    @jax.jit
     def sample(self, rng_key: Array) -> Array:
         key_weights, key_labels = random.split(rng_key)
         log_weights = loggamma(key_weights, _float(self.concentration))
-        return _sample(key_labels, log_weights, size=int(self.size))
+        return _sample(key_labels, log_weights, self.size)
 
 
 @final
@@ -309,12 +310,14 @@ class StickBreakingWeights(LabelledPrior):
         parameters = jnp.stack([_float(self.a), _float(self.b)], axis=-1)
         return _log_dirichlet_multinomial(pairs, parameters).sum(-1)
 
+    @jax.jit
     def draw(self, rng_key: Array, counts: ArrayLike) -> Array:
         log_gamma = loggamma(rng_key, jnp.stack(self._posterior(counts)))
         info = jnp.finfo(log_gamma.dtype)
         v = jax.nn.sigmoid(log_gamma[0] - log_gamma[1])
         return jnp.clip(v, info.tiny, 1.0 - info.epsneg)
 
+    @jax.jit
     def sample(self, rng_key: Array) -> Array:
         key_sticks, key_labels = random.split(rng_key)
         log_gamma = loggamma(key_sticks, jnp.stack([_float(self.a), _float(self.b)]))
@@ -323,7 +326,7 @@ class StickBreakingWeights(LabelledPrior):
         log_stop = jnp.concatenate([jax.nn.log_sigmoid(log_odds), none])
         log_pass = _cumulative(jax.nn.log_sigmoid(-log_odds))
         log_weights = log_stop + jnp.concatenate([none, log_pass])
-        return _sample(key_labels, log_weights, size=int(self.size))
+        return _sample(key_labels, log_weights, self.size)
 
     def _posterior(self, counts: ArrayLike) -> tuple[Array, Array]:
         counts = jnp.asarray(counts)
@@ -391,8 +394,9 @@ class KnownWeights(LabelledPrior):
         del rng_key, counts
         return None
 
+    @jax.jit
     def sample(self, rng_key: Array) -> Array:
-        return _sample(rng_key, _float(self.log_probs), size=int(self.size))
+        return _sample(rng_key, _float(self.log_probs), self.size)
 
 
 # Checks.
@@ -503,6 +507,5 @@ def _sum_of_others(x: Array) -> Array:
     return before + jnp.concatenate([_later(x), none], -1)
 
 
-@partial(jax.jit, static_argnames=("size",))
-def _sample(key: Array, log_weights: Array, *, size: int) -> Array:
+def _sample(key: Array, log_weights: Array, size: int) -> Array:
     return _draw_labels(key, log_weights[None], size)[0]

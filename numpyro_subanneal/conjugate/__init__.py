@@ -4,7 +4,6 @@
 """Conjugate pairs: likelihoods whose cluster parameters integrate out exactly."""
 
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair
-from numpyro_subanneal.conjugate.dirichlet import DirichletCategorical
-from numpyro_subanneal.conjugate.normal import NormalInverseGamma
+from numpyro_subanneal.conjugate.registry import PAIRS, known_pairs, register_conjugate
 
-__all__ = ["AbstractConjugatePair", "DirichletCategorical", "NormalInverseGamma"]
+__all__ = ["PAIRS", "AbstractConjugatePair", "known_pairs", "register_conjugate"]

@@ -7,13 +7,37 @@ from collections.abc import Mapping
 
 import numpyro.distributions as dist
 
+from numpyro_subanneal.conjugate import beta, dirichlet, gamma, normal, vonmises
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair
-from numpyro_subanneal.conjugate.dirichlet import DirichletCategorical
-from numpyro_subanneal.conjugate.normal import NormalInverseGamma
 
+# Of two pairs that fit a model the first is taken.
 PAIRS: tuple[AbstractConjugatePair, ...] = (
-    NormalInverseGamma(),
-    DirichletCategorical(),
+    normal.NormalInverseGamma(),
+    normal.NormalGamma(),
+    normal.NormalKnownMean(),
+    normal.NormalKnownScale(),
+    normal.NormalKnownScaleByRow(),
+    normal.LogNormalInverseGamma(),
+    normal.LogNormalGamma(),
+    normal.LogNormalKnownMean(),
+    normal.LogNormalKnownScale(),
+    dirichlet.DirichletCategorical(),
+    dirichlet.DirichletCategoricalLogits(),
+    dirichlet.DirichletMultinomial(),
+    beta.BetaBernoulli(),
+    beta.BetaBernoulliLogits(),
+    beta.BetaBinomial(),
+    beta.BetaBinomialLogits(),
+    beta.BetaBinomialByRow(),
+    beta.BetaBinomialByRowLogits(),
+    beta.BetaGeometric(),
+    beta.BetaGeometricLogits(),
+    beta.BetaNegativeBinomial(),
+    beta.BetaNegativeBinomialLogits(),
+    gamma.GammaPoisson(),
+    gamma.GammaExponential(),
+    gamma.GammaGamma(),
+    vonmises.VonMisesKnownConcentration(),
 )
 
 _registered: list[AbstractConjugatePair] = []
