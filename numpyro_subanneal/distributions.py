@@ -1206,23 +1206,24 @@ def _log_terms(
         g * k, g * t, g * empty, num_rows.astype(dtype)[..., None]
     )
     # Differences from p(t), as logs of probabilities far in the tail have few decimals.
-    index = jnp.broadcast_to(t - 1, (*log_probs.shape[:-1], 1))
-    scale = _take(log_probs, index)
+    log_probs, index = jnp.broadcast_arrays(log_probs, t - 1)
+    scale = _take(log_probs, index[..., :1])
     scale = jnp.where(jnp.isfinite(scale), scale, 0.0)
     terms = (log_probs - scale) + (log_binomial - log_ratio)
     return jnp.where(empty >= 0, terms, -jnp.inf), scale[..., 0], empty
 
 
-def _log_sum(terms: jax.Array, factors: ArrayLike = 1.0) -> jax.Array:
+def _log_sum(terms: jax.Array, factors: ArrayLike = 1.0) -> tuple[jax.Array, jax.Array]:
     """
-    Log of the sum of ``factors * exp(terms)`` over the last axis; also if it is zero.
+    Log of the sum of ``factors * exp(terms)`` over the last axis, also if it is zero,
+    in two parts that add up to it: the second may be large.
     """
     largest = lax.stop_gradient(terms.max(-1, keepdims=True))
     shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
     total = (factors * jnp.exp(terms - shift)).sum(-1)
     positive = total > 0.0
-    log_total = jnp.log(jnp.where(positive, total, 1.0)) + shift[..., 0]
-    return jnp.where(positive, log_total, -jnp.inf)
+    log_total = jnp.log(jnp.where(positive, total, 1.0))
+    return jnp.where(positive, log_total, -jnp.inf), shift[..., 0]
 
 
 @jax.jit
@@ -1242,11 +1243,12 @@ def _log_weight_new_mixed(
     t = jnp.clip(num_clusters, 1, log_probs.shape[-1]).astype(jnp.int32)
     terms, _, empty = _log_terms(t, num_rows + 1, concentration, log_probs)
     # Each sum is scaled by its own largest term: the ratio may be below 1e-38.
-    upper = _log_sum(jnp.where(empty > 0, terms, -jnp.inf), empty)
-    lower = _log_sum(terms)
+    upper, shift_upper = _log_sum(jnp.where(empty > 0, terms, -jnp.inf), empty)
+    lower, shift_lower = _log_sum(terms)
     possible = (num_clusters <= log_probs.shape[-1]) & (upper > -jnp.inf)
     lower = jnp.where(possible, lower, 0.0)
-    weight = jnp.where(possible, jnp.log(concentration) + upper - lower, -jnp.inf)
+    weight = jnp.log(concentration) + (upper - lower) + (shift_upper - shift_lower)
+    weight = jnp.where(possible, weight, -jnp.inf)
     # The first row has no choice.
     return jnp.where(num_clusters > 0, weight, 0.0)
 
@@ -1263,7 +1265,7 @@ def _log_mixed(
     t = jnp.clip(num_clusters, 1, log_probs.shape[-1])
     num_rows_or_one = jnp.maximum(num_rows, 1)
     terms, scale, _ = _log_terms(t, num_rows_or_one, concentration, log_probs)
-    log_mixed = _log_sum(terms) + (scale - _log_sum(log_probs))
+    log_mixed = sum(_log_sum(terms)) + (scale - sum(_log_sum(log_probs)))
     log_mixed = jnp.where(num_clusters > log_probs.shape[-1], -jnp.inf, log_mixed)
     # The first row has no choice.
     return jnp.where(num_rows > 1, log_mixed, 0.0)

@@ -10,12 +10,26 @@ shape ``[..., N]`` (leading axes are draws; -1 is "in no cluster"), the rows of 
 cluster ``[n, D]`` (features are independent given the partition). Logs are natural.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+import itertools
+from typing import Any, NamedTuple
 
+import jax
+from jax import lax, random
+import jax.numpy as jnp
 import numpy as np
 from scipy import special, stats
+
+from numpyro.distributions import constraints
+
+from numpyro_subanneal.conjugate.base import (
+    AbstractBlock,
+    AbstractConjugatePair,
+    Observed,
+    SiteShape,
+)
 
 # Bell(12) = 4213597 partitions take 0.4 GB; Bell(13) would take 2.9 GB.
 _MAX_ROWS = 12
@@ -466,3 +480,1320 @@ def _chain_mean(
     variance = float(batches.var(ddof=1) / len(batches))
     ess = float(draws.var()) / variance if variance else float(draws.size)
     return float(batches.mean()), variance, len(batches) - 1.0, ess
+
+
+# --- Laws of conjugate pairs ---
+
+
+class ConjugateExample(NamedTuple):
+    """Hyperparameters and values on which a conjugate pair is tested.
+
+    - **hyper** - hyperparameters of one feature by name, as the pair names them,
+      with the known constants (`given`) of its likelihood.
+    - **values** - values of that feature ``[n, *event_shape]``, integers where the
+      likelihood is discrete.
+    - **given_by_row** - likelihood parameters that differ by row, by name, ``[n]``.
+    """
+
+    hyper: Mapping[str, Any]
+    values: Any
+    given_by_row: Mapping[str, Any] = {}
+
+
+# Draws at a time, for all pairs alike: JAX compiles its samplers for each shape.
+_DRAWS = 4000
+_BATCHES = 25  # of draws, for Monte Carlo means
+_POINTS = 2**15  # of a quadrature
+_MAX_Z, _MIN_LOG10_P = 4.5, -5.0
+# Clusters and rows of the random moves. Most moves go to the first cluster, which is
+# then never empty; the others often are.
+_CLUSTERS, _ROWS = 4, 24
+_FLOAT32 = 2.0**-24  # the largest relative error of rounding
+_LANES = 100
+_ACCUMULATED = (1, 10, 1000, _LANES**3)
+
+_Finding = tuple[str, Any, Any]
+"""What was measured, by how much it is off and how much is allowed, ``[E, ...]``; an
+infinite allowance marks an example that says nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Examples:
+    """Examples of one pair whose arrays have the same shapes, side by side.
+
+    - **index** - positions in the sequence that the user gave ``[E]``.
+    - **hyper** - by name ``[E, ...]``.
+    - **values**, **given** - ``[E, L, ...]``, padded with the first value.
+    - **num** - number of values of each ``[E]``.
+    - **role_shapes** - event shape of each role.
+    """
+
+    pair: AbstractConjugatePair
+    index: list[int]
+    hyper: dict[str, np.ndarray]
+    values: np.ndarray
+    given: tuple[np.ndarray, ...]
+    num: np.ndarray
+    role_shapes: dict[str, tuple[int, ...]]
+    num_moves: int
+    seed: int
+
+    @property
+    def size(self) -> int:
+        return len(self.num)
+
+    @property
+    def length(self) -> int:
+        return self.values.shape[1]
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+    def key(self, i: int) -> Any:
+        return random.fold_in(random.key(self.seed), i)
+
+    def prefixes(self, orders: Any) -> list[list[Any]]:
+        """For each example, the first 0, 1, ... `length` entries of its order."""
+        return [[o[:k] for k in range(self.length + 1)] for o in orders]
+
+    def permutations(self, rng: np.random.Generator) -> list[np.ndarray]:
+        return [rng.permutation(n) for n in self.num]
+
+    def whole(self) -> list[list[np.ndarray]]:
+        return [[np.arange(n)] for n in self.num]
+
+    def evaluate(
+        self, first: Any, second: Any = None, hyper: Any = None
+    ) -> dict[str, Any]:
+        """What the pair says of values ``first[e][b]`` (indices), merged with
+        ``second[e][b]`` if these are given; entries ``[E, B, ...]``."""
+        num = len(first[0])
+        batch = 3 * (self.length + 1)
+        parts = []
+        for start in range(0, num, batch):
+            stop = start + batch
+            a = _padded([f[start:stop] for f in first], batch, 3 * self.length)
+            b = np.full_like(a, -1)
+            if second is not None:
+                rows = [s[start:stop] for s in second]
+                b = _padded(rows, batch, 3 * self.length)
+            out = _evaluate(
+                self.pair, hyper or self.hyper, self.values, self.given, a, b
+            )
+            index = int(second is not None)
+            parts.append(jax.tree.map(lambda v, i=index: np.asarray(v)[:, i], out))
+        whole = jax.tree.map(lambda *v: np.concatenate(v, 1)[:, :num], *parts)
+        return whole
+
+    def draw(self, key: Any, hyper: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Draws of the parameters ``[draws, E, ...]`` by NumPyro's own samplers, and
+        the distributions that they came from."""
+        wide = {
+            k: jnp.broadcast_to(jnp.asarray(v), (_DRAWS, *np.shape(v)))
+            for k, v in hyper.items()
+        }
+        fns = {}
+
+        def sample(role, fn):
+            fns[role] = fn
+            return fn.sample(random.fold_in(key, len(fns)))
+
+        return self.pair.theta(wide, sample), fns
+
+    def posterior(self) -> dict[str, np.ndarray]:
+        posterior = self.evaluate(self.whole())["posterior"]
+        return {k: v[:, 0] for k, v in posterior.items()}
+
+    def densities(self, hyper: Any, theta: Any) -> tuple[np.ndarray, np.ndarray]:
+        """NumPyro's log densities of draws `theta` ``[draws, E]`` under `hyper`, and of
+        the values given these ``[likelihoods, draws, E, L]``."""
+        out = _densities(self.pair, hyper, self.hyper, theta, self.values, self.given)
+        return np.asarray(out[0]), np.asarray(out[1])
+
+    def support(self) -> Any:
+        """Where the values lie: NumPyro's constraint, of one value."""
+        theta, _ = self.draw(self.key(1), self.hyper)
+        support = self.likelihood(theta).support
+        vector = type(constraints.real_vector)
+        while isinstance(support, constraints.independent) and not isinstance(
+            support, vector
+        ):
+            support = support.base_constraint
+        return support
+
+    def both_predictives(self) -> list[np.ndarray]:
+        return [self.predictive_draws(h) for h in (self.hyper, self.posterior())]
+
+    def predictive_draws(self, hyper: Any) -> np.ndarray:
+        """Draws from the predictive density by NumPyro's samplers
+        ``[draws, E, ...]``."""
+        theta, _ = self.draw(self.key(1), hyper)
+        fn = self.likelihood(theta)
+        return np.asarray(fn.sample(self.key(2)), np.float64)
+
+    def likelihood(self, theta: Any) -> Any:
+        given = {k: self.hyper[k] for k in self.pair.given}
+        given |= {
+            k: v[:, 0] for k, v in zip(self.pair.given_by_row, self.given, strict=True)
+        }
+        return self.pair.likelihood[0](**self.pair.parameters(theta), **given)
+
+    def sites(self, features: tuple[int, ...], masked: bool) -> list[SiteShape]:
+        return [self._site(f"{e}", features, masked) for e in range(self.size)]
+
+    def site(self) -> SiteShape:
+        return self._site("x", (), False)
+
+    def _site(self, name: str, features: tuple[int, ...], masked: bool) -> SiteShape:
+        return SiteShape(
+            name,
+            tuple((role, f"{name}_{role}") for role in self.role_shapes),
+            features,
+            self.values.shape[2:],
+            tuple(self.role_shapes.values()),
+            masked,
+        )
+
+
+def _padded(orders: Any, num: int, length: int) -> np.ndarray:
+    """Sequences ``orders[e][b]`` as one array, filled up with -1."""
+    out = np.full((len(orders), num, length), -1, np.int32)
+    for e, b in np.ndindex(len(orders), len(orders[0])):
+        out[e, b, : len(orders[e][b])] = orders[e][b]
+    return out
+
+
+def _centred(pair: Any, hyper: Any) -> tuple[Any, Any]:
+    """Hyperparameters as the methods see them, and the origin of the values."""
+    if pair.location is None:
+        return hyper, None
+    name, _ = pair.location
+    return {**hyper, name: jnp.zeros_like(hyper[name])}, hyper[name]
+
+
+def _cell(pair: Any, hyper: Any, origin: Any, x: Any, *given: Any) -> Any:
+    cell = pair.cell(hyper, x, *given)
+    if origin is None:
+        return cell
+    if isinstance(cell, tuple):
+        return (cell[0] - origin, *cell[1:])
+    return cell - origin
+
+
+def _choose(condition: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def _fold(pair: Any, hyper: Any, cells: Any, order: Any) -> Any:
+    """Statistics of cells in this order; negative indices are skipped."""
+
+    def step(stat, i):
+        added = pair.add(hyper, stat, jax.tree.map(lambda c: c[i], cells))
+        return _choose(i >= 0, added, stat), None
+
+    empty = jax.tree.map(jnp.asarray, pair.empty(hyper))
+    return lax.scan(step, empty, order)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _evaluate(pair, hyper, values, given, first, second):
+    def one(hyper, values, given, first, second):
+        known, (hyper, origin) = hyper, _centred(pair, hyper)
+        cells = jax.vmap(partial(_cell, pair, hyper, origin))(values, *given)
+        fold = jax.vmap(partial(_fold, pair, hyper, cells))
+        stats = fold(jnp.concatenate([first, second]))
+        num = first.shape[0]
+        a = jax.tree.map(lambda s: s[:num], stats)
+        b = jax.tree.map(lambda s: s[num:], stats)
+        merged = jax.vmap(partial(pair.merge, hyper))(a, b)
+        stats = jax.tree.map(lambda *s: jnp.stack(s), a, merged)
+
+        def figures(stat):
+            table = pair.predictive(hyper, stat)
+            posterior = pair.posterior(hyper, stat)
+            if origin is not None:
+                name, _ = pair.location
+                posterior = {**posterior, name: posterior[name] + origin}
+            return {
+                "stat": stat,
+                "log_marginal": pair.log_marginal(hyper, stat),
+                "score": jax.vmap(partial(pair.score, table))(cells),
+                "posterior": {**known, **posterior},
+            }
+
+        return jax.vmap(jax.vmap(figures))(stats)
+
+    return jax.vmap(one)(hyper, values, given, first, second)
+
+
+@partial(jax.jit, static_argnums=0)
+def _replay(pair, hyper, values, given, steps):
+    """Statistics after `steps` (i adds value i, -2 - i removes it, -1 does nothing),
+    the largest on the way, and whether all on the way were finite."""
+
+    def one(hyper, values, given, steps):
+        hyper, origin = _centred(pair, hyper)
+        cells = jax.vmap(partial(_cell, pair, hyper, origin))(values, *given)
+
+        def step(carry, i):
+            stat, top = carry
+            cell = jax.tree.map(lambda c: c[jnp.where(i < -1, -2 - i, i)], cells)
+            changed = _choose(
+                i >= 0, pair.add(hyper, stat, cell), pair.remove(hyper, stat, cell)
+            )
+            stat = _choose(i == -1, stat, changed)
+            # NaN stays.
+            top = jax.tree.map(lambda t, s: jnp.maximum(t, jnp.abs(s)), top, stat)
+            return (stat, top), None
+
+        empty = jax.tree.map(jnp.asarray, pair.empty(hyper))
+        start = empty, jax.tree.map(jnp.abs, empty)
+        return jax.vmap(lambda s: (*lax.scan(step, start, s)[0], empty))(steps)
+
+    return jax.vmap(one)(hyper, values, given, steps)
+
+
+@partial(jax.jit, static_argnums=0)
+def _densities(pair, hyper, known, theta, values, given):
+    def one(hyper, known, theta, values, given):
+        log_density = []
+
+        def sample(role, fn):
+            log_density.append(fn.log_prob(theta[role]))
+            return theta[role]
+
+        num = jax.tree.leaves(theta)[0].shape[0]
+        wide = {k: jnp.broadcast_to(v, (num, *v.shape)) for k, v in hyper.items()}
+        pair.theta(wide, sample)
+        constants = {k: known[k] for k in pair.given}
+
+        def likelihoods(x, *given):
+            by_row = dict(zip(pair.given_by_row, given, strict=True))
+            parameters = pair.parameters(theta)
+            return jnp.stack(
+                [
+                    fn(**parameters, **constants, **by_row).log_prob(x)
+                    for fn in pair.likelihood
+                ]
+            )
+
+        return sum(log_density), jax.vmap(likelihoods, out_axes=-1)(values, *given)
+
+    axes = (0, 0, 1, 0, 0)
+    return jax.vmap(one, axes, (1, 2))(hyper, known, theta, values, given)
+
+
+def _no_values(case: _Examples) -> Iterator[_Finding]:
+    """The log marginal likelihood of no values is 0."""
+    out = case.evaluate([[[]]] * case.size)
+    yield "log marginal of no values", np.abs(out["log_marginal"]), 1e-9
+
+
+def _chain_rule(case: _Examples) -> Iterator[_Finding]:
+    """p(x1, ..., xn) = p(x1) p(x2 | x1) ... in any order: to 1e-8 of the terms."""
+    rng = case.rng()
+    for _ in range(4):
+        orders = case.permutations(rng)
+        out = case.evaluate(case.prefixes(orders))
+        gap, size = np.zeros((2, case.size))
+        for e, order in enumerate(orders):
+            terms = out["score"][e, np.arange(len(order)), order]
+            gap[e] = abs(terms.sum() - out["log_marginal"][e, len(order)])
+            size[e] = np.abs(terms).sum()
+        yield "sum of log predictives less log marginal", gap, 1e-8 * (1 + size)
+
+
+def _ratio_of_marginals(case: _Examples) -> Iterator[_Finding]:
+    """p(x | x1, ..., xn) = p(x1, ..., xn, x) / p(x1, ..., xn): to 1e-8 of these."""
+    orders = case.permutations(case.rng())
+    before = case.evaluate(case.prefixes(orders))
+    after = case.evaluate(
+        [
+            [[*prefix, j] for prefix in prefixes for j in range(case.length)]
+            for prefixes in case.prefixes(orders)
+        ]
+    )
+    shape = before["score"].shape
+    new, old = after["log_marginal"].reshape(shape), before["log_marginal"][..., None]
+    gap = np.abs(new - old - before["score"])
+    allowed = 1e-8 * (1 + np.abs(new) + np.abs(old))
+    yield "log predictive less ratio of marginals", gap, allowed
+
+
+def _removal(case: _Examples) -> Iterator[_Finding]:
+    """Removing what was added is the identity: to 1e-9 of the largest statistics on the
+    way in float64; exactly for integers; exactly, in float32 too, when all is
+    removed."""
+    rng = case.rng()
+    steps: list[list[Any]] = [[] for _ in range(case.size)]
+    plain: list[list[Any]] = [[] for _ in range(case.size)]
+    for _ in range(3):
+        for e, n in enumerate(case.num):
+            order = rng.permutation(n)
+            for k in range(case.length + 1):
+                kept, rest = order[:k], order[k:]
+                steps[e].append([*order, *(-2 - rng.permutation(rest))])
+                plain[e].append(kept)
+    none = np.array([[len(p) == 0 for p in row] for row in plain])
+    args = case.hyper, case.values, case.given
+    num = len(steps[0])
+    for wide in (True, False):
+        with jax.enable_x64(wide):
+            run = partial(_replay, case.pair, *jax.tree.map(_narrow(wide), args))
+            left, top, empty = run(_padded(steps, num, 2 * case.length))
+            kept, _, _ = run(_padded(plain, num, 2 * case.length))
+            leaves = (jax.tree.leaves(t) for t in (left, top, empty, kept))
+            leaves = [jax.tree.map(np.asarray, list(t)) for t in leaves]
+        kind = "float64" if wide else "float32"
+        for i, (now, most, nothing, expected) in enumerate(zip(*leaves, strict=True)):
+            flat = (*none.shape, -1)
+            most = most.reshape(flat).max(-1)
+            off = np.abs(now - nothing).reshape(flat).max(-1)
+            what = f"what is left of statistic {i} of no values in {kind}"
+            yield what, np.where(none, off, 0), 0
+            exact = np.issubdtype(now.dtype, np.integer)
+            off = np.abs(now - expected).reshape(flat).max(-1)
+            allowed = 0 if exact else 1e-9 * most if wide else np.inf
+            # Where the statistics became NaN or infinite this fails in float32 too.
+            allowed = np.where(np.isfinite(most), allowed, 0)
+            yield f"error of statistic {i} after removals in {kind}", off, allowed
+
+
+def _narrow(wide: bool) -> Callable[[Any], np.ndarray]:
+    """Casts floats to float64, or floats and integers to 32 bits."""
+
+    def cast(x):
+        x = np.asarray(x)
+        if np.issubdtype(x.dtype, np.floating):
+            return x.astype(np.float64 if wide else np.float32)
+        return x if wide or x.dtype == bool else x.astype(np.int32)
+
+    return cast
+
+
+def _merging(case: _Examples) -> Iterator[_Finding]:
+    """Merged statistics say what those of all values say: log marginal and predictive
+    to 1e-8; the statistics themselves exactly where they are integers, and to 1e-9
+    where adding in another order gives the same ones."""
+    rng = case.rng()
+    whole = case.evaluate(case.whole())
+    other = case.evaluate([[o] for o in case.permutations(rng)])
+    orders = case.permutations(rng)
+    left = case.prefixes(orders)
+    right = [[o[k:] for k in range(case.length + 1)] for o in orders]
+    for first, second in ((left, right), (right, left)):
+        got = case.evaluate(first, second)
+        for name in ("log_marginal", "score"):
+            allowed = 1e-8 * (1 + np.abs(whole["log_marginal"]))
+            if name == "score":
+                allowed = allowed[..., None] + 1e-8 * np.abs(whole[name])
+            gap = np.abs(got[name] - whole[name])
+            yield f"{name.replace('_', ' ')} after a merge", gap, allowed
+        trees = (jax.tree.leaves(t["stat"]) for t in (got, whole, other))
+        for i, (a, b, c) in enumerate(zip(*trees, strict=True)):
+            if np.issubdtype(b.dtype, np.integer):
+                yield f"statistic {i} after a merge", np.abs(a - b), 0
+                continue
+            allowed = 1e-9 * (1 + np.abs(b))
+            comparable = (np.abs(b - c) <= allowed).reshape(case.size, -1).all(1)
+            comparable = comparable.reshape((-1,) + (1,) * (b.ndim - 1))
+            allowed = np.where(comparable, allowed, np.inf)
+            yield f"statistic {i} after a merge", np.abs(a - b), allowed
+
+
+def _posterior(case: _Examples) -> Iterator[_Finding]:
+    """The posterior as a prior for more values: their log marginal and predictive are
+    those given all values, to 1e-8."""
+    orders = case.permutations(case.rng())
+    parts = case.evaluate(case.prefixes(orders))
+    whole = case.evaluate(case.whole())
+    for k in range(case.length + 1):
+        posterior = {name: v[:, k] for name, v in parts["posterior"].items()}
+        got = case.evaluate([[o[k:]] for o in orders], hyper=posterior)
+        first = parts["log_marginal"][:, k, None]
+        gap = np.abs(first + got["log_marginal"] - whole["log_marginal"])
+        size = 1 + np.abs(first) + np.abs(whole["log_marginal"])
+        yield "log marginal by way of a posterior", gap, 1e-8 * size
+        gap = np.abs(got["score"] - whole["score"])
+        size = size[..., None] + np.abs(whole["score"])
+        yield "log predictive by way of a posterior", gap, 1e-8 * size
+
+
+def _finite_share(ok: np.ndarray, what: str) -> _Finding:
+    share = 1 - ok.mean(0)
+    return f"share of draws for which {what} is not finite", share, 0.5
+
+
+def _bayes(case: _Examples) -> Iterator[_Finding]:
+    """p(x | theta) p(theta) = p(theta | x) p(x) with NumPyro's densities, for 4000
+    draws of theta from the posterior and 4000 from the prior: to 1e-8 of the terms."""
+    posterior = case.posterior()
+    marginal = case.evaluate(case.whole())["log_marginal"][:, 0]
+    some = np.arange(case.length) < case.num[:, None]
+    for i, hyper in enumerate((posterior, case.hyper)):
+        theta, _ = case.draw(case.key(3 + i), hyper)
+        prior, likelihoods = case.densities(case.hyper, theta)
+        after, _ = case.densities(posterior, theta)
+        for likelihood, kind in zip(likelihoods, case.pair.likelihood, strict=True):
+            likelihood = np.where(some, likelihood, 0)
+            left, right = likelihood.sum(-1) + prior, after + marginal
+            size = np.abs(likelihood).sum(-1) + np.abs(prior) + np.abs(after) + 1
+            ok = np.isfinite(left) & np.isfinite(right)
+            what = f"Bayes' law with {kind.__name__}"
+            yield _finite_share(ok, what)
+            gap = np.where(ok, np.abs(np.where(ok, left - right, 0)), 0)
+            size = np.where(ok, size, 0) + np.abs(marginal)
+            yield f"error of {what}", gap.T, 1e-8 * size.T
+
+
+def _reading(case: _Examples) -> Iterator[_Finding]:
+    """`hyperparameters` of the prior's own distributions, at 4000 draws of theta: to
+    1e-8."""
+    theta, fns = case.draw(case.key(5), case.hyper)
+    got = case.pair.hyperparameters(fns, theta)
+    expected = set(case.hyper) - set(case.pair.given)
+    difference = expected ^ set(got)
+    text = f"number of hyperparameters read in vain or not at all {sorted(difference)}"
+    yield text, np.full(case.size, float(len(difference))), 0
+    for name in expected & set(got):
+        value = case.hyper[name]
+        read = np.broadcast_to(np.asarray(got[name]), (_DRAWS, *value.shape))
+        ok = np.isfinite(read).reshape(_DRAWS, case.size, -1).all(-1)
+        yield _finite_share(ok, f"hyperparameter `{name}`")
+        ok = ok.reshape(ok.shape + (1,) * (value.ndim - 1))
+        gap = np.where(ok, np.abs(np.where(ok, read - value, 0)), 0)
+        size = np.abs(value).reshape(case.size, -1).max(1)
+        allowed = 1e-8 * size.reshape((-1,) + (1,) * value.ndim)
+        yield f"error of `{name}` as read", np.moveaxis(gap, 1, 0), allowed
+
+
+def _monte_carlo(case: _Examples) -> Iterator[_Finding]:
+    """The marginal likelihood is the mean likelihood of 10^5 draws from the prior by
+    NumPyro: z between -4.5 and 4.5. Of each example the first values are taken, as many as
+    leave a likelihood with a third moment (of the ratio to its root mean square) of at
+    most 10, by the log marginals of the values taken once, twice and thrice: with more
+    the mean of the draws would not be normal."""
+    prefixes = case.prefixes([np.arange(n) for n in case.num])
+    once, twice, thrice = (
+        case.evaluate([[np.tile(p, m) for p in row] for row in prefixes])[
+            "log_marginal"
+        ]
+        for m in (1, 2, 3)
+    )
+    skew = np.exp(np.minimum(thrice - 1.5 * twice, 50))
+    usable = (skew <= 10) & np.isfinite(twice)
+    num = np.array([max(np.flatnonzero(row), default=0) for row in usable])
+    num = np.minimum(num, case.num)
+    marginal = once[np.arange(case.size), num]
+    some = np.arange(case.length) < num[:, None]
+    ratios = []
+    for i in range(_BATCHES):
+        theta, _ = case.draw(case.key(100 + i), case.hyper)
+        _, likelihoods = case.densities(case.hyper, theta)
+        total = np.where(some, likelihoods, 0).sum(-1)
+        ratios.append(np.exp(total - marginal))
+    ratio = np.concatenate(ratios, 1)
+    error = ratio.std(1) / np.sqrt(ratio.shape[1])
+    z = np.abs(ratio.mean(1) - 1) / np.where(num > 0, error, 1)
+    what = "z of the mean likelihood under the prior"
+    yield what, z.T, np.where(num > 0, _MAX_Z, np.inf)[:, None]
+
+
+# --- ...of densities ---
+
+
+@partial(jax.jit, static_argnums=0)
+def _scores(pair, hyper, values, given, num, points):
+    """Log predictive densities at `points` ``[E, P, ...]``, given by row as the first
+    value has it; after no values and after `num` of the `values` ``[2, E, P]``."""
+
+    def one(hyper, values, given, num, points):
+        hyper, origin = _centred(pair, hyper)
+        cells = jax.vmap(partial(_cell, pair, hyper, origin))(values, *given)
+        own = [g[0] for g in given]
+        at = jax.vmap(lambda x: _cell(pair, hyper, origin, x, *own))(points)
+        index = jnp.arange(values.shape[0])
+
+        def scores(n):
+            stat = _fold(pair, hyper, cells, jnp.where(index < n, index, -1))
+            table = pair.predictive(hyper, stat)
+            return jax.vmap(partial(pair.score, table))(at)
+
+        return jax.vmap(scores)(jnp.stack([jnp.zeros_like(num), num]))
+
+    return jax.vmap(one, out_axes=1)(hyper, values, given, num, points)
+
+
+def _mass(case: _Examples) -> Iterator[_Finding]:
+    """The predictive has mass 1, before and after the values: to 1e-6, by a sum over
+    the support or by quadrature; of real vectors by importance sampling, with z between
+    -4.5 and 4.5.
+
+    Sums over all counts stop at 10^15 and quadratures on the positive reals at
+    10^-300 and 10^300, on the reals at 10^130 times the width: less than 1e-6 of the
+    mass must lie beyond."""
+    support = case.support()
+    if isinstance(support, type(constraints.real_vector)):
+        yield from _vector_mass(case)
+        return
+    points, weights = _quadrature(case, support)
+    for i, what in enumerate(("before", "after")):
+        scores = _scores(
+            case.pair, case.hyper, case.values, case.given, case.num, points[i]
+        )
+        with np.errstate(over="ignore"):
+            total = np.where(weights[i] != 0, np.exp(scores[i]) * weights[i], 0).sum(1)
+        yield f"mass of the predictive {what} the values less 1", abs(total - 1), 1e-6
+
+
+def _quadrature(
+    case: _Examples, support: Any
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Points ``[E, P, ...]`` and weights ``[E, P]`` for a sum over the support, for
+    the predictive before the values and after them."""
+
+    def both(points, weights):
+        points = np.broadcast_to(points, (case.size, *points.shape[-1:]))
+        weights = np.broadcast_to(weights, points.shape)
+        return [points] * 2, [weights] * 2
+
+    def bound(name):
+        value = np.asarray(getattr(support, name))
+        return np.broadcast_to(value, (_DRAWS, case.size))[0][:, None]
+
+    grid = np.arange(_POINTS)
+    if isinstance(support, constraints.multinomial):
+        total = bound("upper_bound")[:, 0].astype(int)
+        parts = [_compositions(t, case.values.shape[-1]) for t in total]
+        points = np.zeros((case.size, max(map(len, parts)), case.values.shape[-1]), int)
+        weights = np.zeros(points.shape[:2])
+        for e, part in enumerate(parts):
+            points[e], weights[e, : len(part)] = part[0], 1
+            points[e, : len(part)] = part
+        return [points] * 2, [weights] * 2
+    if isinstance(support, constraints.integer_interval | type(constraints.boolean)):
+        low, high = 0, np.ones((case.size, 1))
+        if isinstance(support, constraints.integer_interval):
+            low, high = bound("lower_bound"), bound("upper_bound")
+        points = np.minimum(low + grid, high).astype(int)
+        return both(points, low + grid <= high)
+    if isinstance(support, constraints.integer_greater_than):
+        exact = _POINTS // 2
+        far = np.geomspace(exact - 1, 1e15, _POINTS - exact + 1)[1:].astype(int)
+        points = np.concatenate([np.arange(exact), far])
+        return both(points + int(np.min(bound("lower_bound"))), _sum_weights(points))
+    if isinstance(support, constraints.interval):
+        low, high = bound("lower_bound"), bound("upper_bound")
+        if isinstance(support, type(constraints.circular)):
+            return both(low + (high - low) * grid / _POINTS, (high - low) / _POINTS)
+        # Takahasi and Mori's double exponential rule.
+        u = np.linspace(-6, 6, _POINTS)
+        t = np.pi / 2 * np.sinh(u)
+        points = low + (high - low) * special.expit(2 * t)
+        slope = (high - low) * special.expit(2 * t) * special.expit(-2 * t)
+        return both(points, slope * np.pi * np.cosh(u) * (u[1] - u[0]))
+    u = np.linspace(-300, 300, _POINTS)
+    if isinstance(support, type(constraints.real)):
+        draws = case.both_predictives()
+        centre, width = zip(*map(_peak, draws), strict=True)
+        points = [c + w * np.sinh(u) for c, w in zip(centre, width, strict=True)]
+        return points, [w * np.cosh(u) * (u[1] - u[0]) for w in width]
+    if isinstance(support, constraints.greater_than):
+        low = bound("lower_bound")
+        points, weights = [], []
+        for x in case.both_predictives():
+            centre, width = _peak(np.log(x - low[:, 0]))
+            v = centre + width * np.sinh(u)
+            inside = np.abs(v) < 690
+            x = np.exp(np.where(inside, v, centre))
+            points.append(low + x)
+            slope = x * width * np.cosh(u) * (u[1] - u[0])
+            weights.append(np.where(inside, slope, 0))
+        return points, weights
+    raise ValueError(
+        f"`check_conjugate` has no quadrature for a likelihood on {support}; pass "
+        "`laws` without 'predictive has mass one'."
+    )
+
+
+def _peak(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where draws ``[D, E]`` crowd, and on how small a scale: ``[E, 1]``."""
+    centre = np.median(draws, 0)
+    return centre[:, None], np.quantile(np.abs(draws - centre), 0.05, 0)[:, None]
+
+
+def _sum_weights(points: np.ndarray) -> np.ndarray:
+    """Weights with which a smooth function at some of the integers gives its sum over
+    all of them: that of the trapezoid rule in the logarithm, plus half of the ends."""
+    gaps = np.diff(points)
+    first = int(np.argmax(gaps > 1))  # from here on points are left out
+    weights = np.ones(len(points))
+    x = points[first:].astype(float)
+    log_steps = np.diff(np.log(x))
+    weights[first:] = 0
+    weights[first:-1] += 0.5 * log_steps * x[:-1]
+    weights[first + 1 :] += 0.5 * log_steps * x[1:]
+    weights[first] += 0.5
+    return weights
+
+
+def _compositions(total: int, parts: int) -> np.ndarray:
+    """All ways to write `total` as a sum of `parts` counts."""
+    dividers = itertools.combinations(range(total + parts - 1), parts - 1)
+    walls = np.array(list(dividers)).reshape(-1, parts - 1)
+    walls = np.pad(walls, ((0, 0), (1, 1)), constant_values=-1)
+    walls[:, -1] = total + parts - 1
+    return np.diff(walls) - 1
+
+
+def _vector_mass(case: _Examples) -> Iterator[_Finding]:
+    rng, draws = case.rng(), case.both_predictives()
+    for i, what in enumerate(("before", "after")):
+        points = np.zeros((case.size, _POINTS, draws[i].shape[-1]))
+        log_density = np.zeros(points.shape[:2])
+        for e in range(case.size):
+            x = draws[i][:, e]
+            centre = np.median(x, 0)
+            # A robust covariance: of the half that lies nearest.
+            for _ in range(2):
+                spread = np.cov(x.T) + 1e-12 * np.eye(x.shape[-1])
+                far = np.einsum(
+                    "di,ij,dj->d", x - centre, np.linalg.inv(spread), x - centre
+                )
+                x = x[far <= np.quantile(far, 0.7)]
+            law = stats.multivariate_t(centre, 2 * np.cov(x.T), df=2.5)
+            points[e] = law.rvs(_POINTS, random_state=rng)
+            log_density[e] = law.logpdf(points[e])
+        scores = _scores(
+            case.pair, case.hyper, case.values, case.given, case.num, points
+        )
+        ratio = np.exp(np.asarray(scores[i]) - log_density)
+        z = (ratio.mean(1) - 1) / (ratio.std(1) / np.sqrt(_POINTS))
+        yield f"z of the mass of the predictive {what} the values", np.abs(z), _MAX_Z
+
+
+# --- ...of blocks ---
+
+
+def _packed(
+    case: _Examples, block: AbstractBlock, features: tuple[int, ...], at: Sequence[int]
+) -> Any:
+    """Hyperparameters of a block whose sites are the examples `at`."""
+    hyper = []
+    for e in at:
+        wide = {
+            k: np.broadcast_to(v[e], (*features, *v.shape[1:]))
+            for k, v in case.hyper.items()
+        }
+        hyper.append({k: jnp.asarray(v, jnp.float32) for k, v in wide.items()})
+    return block.pack(hyper)
+
+
+def _rebuild(block: Any, hyper: Any, data: Any, z: Any, num_clusters: int) -> Any:
+    def add(stats, n):
+        x = block.row(hyper, data, n)
+        return block.add(hyper, stats, x, jnp.maximum(z[n], 0), z[n] >= 0), None
+
+    empty = block.empty(hyper, num_clusters)
+    return lax.scan(add, empty, jnp.arange(z.shape[0]))[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _block_draws(block, key, hyper, data, rows):
+    """Draws of all parameters given no rows and given `rows` (a mask):
+    ``[2 * draws, ...]``."""
+    z = jnp.where(rows, 0, -1)
+    stats = _rebuild(block, hyper, data, z, 2)
+    wide = jax.tree.map(lambda s: jnp.repeat(s[..., ::-1], _DRAWS, axis=-1), stats)
+    return block.draw(key, hyper, wide)
+
+
+def _drawing(case: _Examples) -> Iterator[_Finding]:
+    """Draws of a block in float32, before and after the values, against 4000 by
+    NumPyro's samplers from the prior and the posterior: Kolmogorov and Smirnov's test
+    of each coordinate and of the log density, p above 1e-5."""
+    posterior = case.posterior()
+    with jax.enable_x64(False):
+        values, given = jax.tree.map(_narrow(False), (case.values, case.given))
+        own = []
+        for e in range(case.size):
+            (block,) = case.pair.blocks([case.site()])
+            data = (Observed(values[e], None, tuple(g[e] for g in given)),)
+            rows = np.arange(case.length) < case.num[e]
+            packed = _packed(case, block, (), [e])
+            out = _block_draws(block, case.key(10 + e), packed, data, rows)
+            own.append({r: np.asarray(out[f"x_{r}"]) for r in case.role_shapes})
+    for i, hyper in enumerate((case.hyper, posterior)):
+        theta, _ = case.draw(case.key(6 + i), hyper)
+        part = slice(i * _DRAWS, (i + 1) * _DRAWS)
+        samples = []
+        for draws in (
+            {r: np.stack([o[r][part] for o in own], 1) for r in case.role_shapes},
+            theta,
+        ):
+            # Both as float32 has them, without its smallest numbers.
+            small = {r: np.asarray(v, np.float32) for r, v in draws.items()}
+            small = {r: np.where(np.abs(v) < 1e-37, 0, v) for r, v in small.items()}
+            rounded = {r: v.astype(np.float64) for r, v in small.items()}
+            log_density, _ = case.densities(hyper, rounded)
+            columns = {
+                f"{r}[{j}]": v.reshape(_DRAWS, case.size, -1)[..., j]
+                for r, v in rounded.items()
+                for j in range(int(np.prod(v.shape[2:])))
+            }
+            columns["log density"] = np.where(
+                np.isnan(log_density), np.inf, log_density
+            )
+            samples.append(columns)
+        what = "prior" if i == 0 else "posterior"
+        for name, ours in samples[0].items():
+            theirs = samples[1][name]
+            p = np.array(
+                [
+                    stats.ks_2samp(a, b, method="asymp").pvalue
+                    if np.isfinite(a).any() or np.isfinite(b).any()
+                    else 1.0
+                    for a, b in zip(ours.T, theirs.T, strict=True)
+                ]
+            )
+            p = np.where(np.isnan(ours).any(0), 0, p)
+            figure = -np.log10(np.maximum(p, 1e-300))
+            yield f"-log10 p of {name} drawn from the {what}", figure, -_MIN_LOG10_P
+
+
+@partial(jax.jit, static_argnums=0)
+def _walk(block, hyper, data, z, moves, num_moves):
+    """A block after random moves: a row out or none, a row in or none, often the same
+    row or the same cluster."""
+    stats = _rebuild(block, hyper, data, z, _CLUSTERS)
+    tables = block.tables(hyper, stats)
+
+    def row(n):
+        return block.row(hyper, data, n)
+
+    def larger(top, stats):
+        return jax.tree.map(lambda t, s: jnp.maximum(t, jnp.abs(s).max(-1)), top, stats)
+
+    def move(i, carry):
+        z, stats, tables, top = carry
+        leaves, other, to, leaving = moves[i]
+        leaving = (z[leaves] >= 0) & (leaving > 0)
+        k = jnp.where(leaving, z[leaves], 0)
+        taken = block.take(hyper, stats, row(leaves), k, leaving)
+        z = z.at[leaves].set(jnp.where(leaving, -1, z[leaves]))
+        enters = jnp.where(z[other] < 0, other, leaves)
+        entering = z[enters] < 0
+        stats, tables = block.put(
+            hyper, stats, tables, taken, row(enters), to, entering
+        )
+        z = z.at[enters].set(jnp.where(entering, to, z[enters]))
+        return z, stats, tables, larger(top, stats)
+
+    top = jax.tree.map(lambda s: jnp.abs(s).max(-1), stats)
+    z, stats, tables, top = lax.fori_loop(0, num_moves, move, (z, stats, tables, top))
+    rebuilt = _rebuild(block, hyper, data, z, _CLUSTERS)
+    fresh = block.tables(hyper, stats)
+
+    def scores(n):
+        # Of another row, with this one taken out but not yet written, and written.
+        taken = block.take(hyper, stats, row(n), jnp.maximum(z[n], 0), z[n] >= 0)
+        other, no = row((n + 1) % z.shape[0]), jnp.asarray(False)
+        first = jnp.zeros((), jnp.int32)
+        left = block.put(hyper, stats, tables, taken, other, first, no)
+        nothing = block.take(hyper, left[0], other, first, no)
+        return (
+            block.score(hyper, stats, tables, taken, other),
+            block.score(hyper, *left, nothing, other),
+        )
+
+    return {
+        "tables": (tables, fresh),
+        "statistics": (stats, rebuilt, top),
+        "scores": jax.vmap(scores)(jnp.arange(z.shape[0])),
+        "log marginals": tuple(block.log_marginal(hyper, s) for s in (stats, rebuilt)),
+    }
+
+
+def _moved(case: _Examples, num_moves: int, masked_value: Any = None) -> Any:
+    """:func:`_walk` of blocks with two features for each example, of which the second
+    has masked cells; their values are replaced by `masked_value`."""
+    rng = case.rng()
+    sites = case.sites((2,), True)
+    values, given = jax.tree.map(_narrow(False), (case.values, case.given))
+    floats = values.astype(np.float32)
+    own = {k: v[0] for k, v in case.hyper.items()}
+    own |= {k: g[0] for k, g in zip(case.pair.given_by_row, given, strict=True)}
+    if case.pair.data_error(floats[0], own) is None:
+        # Counts as floats are welcome too, and may be NaN where they are masked.
+        values = floats
+    data = {}
+    for e, site in enumerate(sites):
+        index = rng.integers(case.num[e], size=(_ROWS, 2))
+        index[: case.num[e], 0] = np.arange(min(case.num[e], _ROWS))
+        mask = np.column_stack([np.ones(_ROWS, bool), rng.random(_ROWS) < 0.7])
+        x = values[e][index]
+        if masked_value is not None:
+            x[~mask] = np.asarray(masked_value).astype(x.dtype)
+        data[site.name] = Observed(x, mask, tuple(g[e][index] for g in given))
+    z = rng.integers(-1, _CLUSTERS, size=_ROWS).astype(np.int32)
+    size = max(case.num_moves, 1)
+    to = np.where(rng.random(size) < 0.7, 0, rng.integers(_CLUSTERS, size=size))
+    moves = np.column_stack(
+        [
+            rng.integers(_ROWS, size=size),
+            rng.integers(_ROWS, size=size),
+            to,
+            rng.random(size) < 7 / 8,
+        ]
+    ).astype(np.int32)
+    for block in case.pair.blocks(sites):
+        at = [int(site.name) for site in block.sites]
+        packed = _packed(case, block, (2,), at)
+        own_data = tuple(data[site.name] for site in block.sites)
+        out = _walk(block, packed, own_data, z, moves, np.int32(num_moves))
+        yield jax.tree.map(np.asarray, out)
+
+
+def _moving(case: _Examples) -> Iterator[_Finding]:
+    """A block in float32 after `num_moves` random moves, with masked cells: its tables
+    are those of its statistics to 1e-6 + 1e-6 of themselves; its statistics those of
+    the rows, exactly for integers and within 1e-3 of the largest on the way; scores
+    with a row taken out those with it put away, to 2e-5 + 1e-6 of themselves a
+    feature."""
+    with jax.enable_x64(False):
+        found = list(_moved(case, case.num_moves))
+
+    def of_all(figure):
+        # Features share arrays: not traced back to single examples.
+        return np.full(case.size, np.max(figure))
+
+    for out in found:
+        kept, fresh = (jax.tree.leaves(t) for t in out["tables"])
+        for a, b in zip(kept, fresh, strict=True):
+            excess = np.abs(a - b) / (1e-6 + 1e-6 * np.abs(b))
+            what = "stale tables after moves, in units of rounding"
+            yield what, of_all(np.where(a == b, 0, excess)), 1
+        trees = (jax.tree.leaves(t) for t in out["statistics"])
+        for a, b, top in zip(*trees, strict=True):
+            if np.issubdtype(a.dtype, np.integer):
+                what = "drift of integer statistics after moves"
+                yield what, of_all(np.abs(a - b)), 0
+            else:
+                drift = np.abs(a - b) / np.where(top > 0, top, 1)[..., None]
+                yield "relative drift of statistics after moves", of_all(drift), 1e-3
+        a, b = out["scores"]
+        excess = np.abs(a - b) / (2e-5 * 2 * case.size + 1e-6 * np.abs(b))
+        what = "score with a row taken out, in units of rounding"
+        yield what, of_all(excess), 1
+        a, b = out["log marginals"]
+        yield "log marginals after moves", of_all(np.abs(a - b) / (1 + np.abs(b))), 1e-2
+
+
+def _masking(case: _Examples) -> Iterator[_Finding]:
+    """What a masked cell of a block holds (NaN, infinity, -1 or 10^6) changes no bit of
+    its statistics, tables, scores and log marginals over 200 moves."""
+    num = min(200, case.num_moves)
+    with jax.enable_x64(False):
+        expected = jax.tree.leaves(list(_moved(case, num)))
+        for value in (np.nan, np.inf, -1, 10**6):
+            with np.errstate(invalid="ignore"):
+                got = jax.tree.leaves(list(_moved(case, num, value)))
+            wrong = sum(
+                int((_bits(a) != _bits(b)).sum())
+                for a, b in zip(got, expected, strict=True)
+            )
+            what = f"number of bytes that {value} in masked cells changes"
+            yield what, np.full(case.size, float(wrong)), 0
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
+
+
+# --- ...of float32 ---
+
+
+@partial(jax.jit, static_argnums=0)
+def _accumulate(pair, hyper, values, given, index):
+    """Statistics of `_ACCUMULATED` values, by `index` ``[E, steps, lanes]``: leaves
+    ``[E, 4, ...]``."""
+
+    def one(hyper, values, given, index):
+        hyper, origin = _centred(pair, hyper)
+        cells = jax.vmap(partial(_cell, pair, hyper, origin))(values, *given)
+        add, merge = partial(pair.add, hyper), partial(pair.merge, hyper)
+
+        def step(stats, at):
+            x = jax.tree.map(lambda c: c[at], cells)
+            stats = jax.vmap(add)(stats, x)
+            return stats, jax.tree.map(lambda s: s[0], stats)
+
+        def join(stat, other):
+            stat = merge(stat, other)
+            return stat, stat
+
+        def again(stat, _):
+            return merge(stat, many), None
+
+        empty = jax.tree.map(jnp.asarray, pair.empty(hyper))
+        wide = jax.tree.map(lambda s: jnp.broadcast_to(s, (_LANES, *s.shape)), empty)
+        lanes, first = lax.scan(step, wide, index)
+        many, joined = lax.scan(join, empty, lanes)
+        most, _ = lax.scan(again, empty, None, length=_LANES)
+        return jax.tree.map(
+            lambda f, j, m: jnp.stack([f[0], f[9], j[9], m]), first, joined, most
+        )
+
+    return jax.vmap(one)(hyper, values, given, index)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _appraise(pair, explain, hyper, values, given, stats):
+    """Log marginals ``[E, 4]`` and scores ``[E, 4, L]`` of statistics; and by how much
+    the rounding of its table to float32 changes a score."""
+
+    def one(hyper, values, given, stats):
+        hyper, origin = _centred(pair, hyper)
+        cells = jax.vmap(partial(_cell, pair, hyper, origin))(values, *given)
+
+        def figures(stat):
+            table = pair.predictive(hyper, stat)
+            scores = jax.vmap(partial(pair.score, table))(cells)
+            explained = jnp.zeros_like(scores)
+            if explain:
+                slopes = jax.vmap(lambda x: jax.grad(pair.score)(table, x))(cells)
+                for s, t in zip(slopes, table, strict=True):
+                    each = jnp.abs(s * t).reshape(len(scores), -1).sum(-1)
+                    explained = explained + _FLOAT32 * each
+            return pair.log_marginal(hyper, stat), scores, explained
+
+        return jax.vmap(figures)(stats)
+
+    return jax.vmap(one)(hyper, values, given, stats)
+
+
+def _precision(case: _Examples) -> Iterator[_Finding]:
+    """Scores in float32, given the same statistics of 1, 10, 10^3 and 10^6 values: to
+    2e-5 + 2e-6 of themselves + what the rounding of the table's entries explains (at
+    most 1e-4); the log marginal to 3e-6 of the sum of its terms, taken as one plus the
+    log predictive for each value. Sums beyond 32 bits are left out."""
+    rng = case.rng()
+    index = [rng.integers(n, size=(_LANES, _LANES)) for n in case.num]
+    index = np.stack(index).astype(np.int32)
+    narrow, wide = _narrow(False), _narrow(True)
+    # What float32 can hold, as float64.
+    hyper, values, given = jax.tree.map(
+        lambda x: wide(narrow(x)), (case.hyper, case.values, case.given)
+    )
+    stats = _accumulate(case.pair, hyper, values, given, index)
+    stats = jax.tree.map(np.asarray, stats)
+    fits = np.ones((case.size, len(_ACCUMULATED)), bool)
+    for s in jax.tree.leaves(stats):
+        size = np.abs(s.astype(float)).reshape(*fits.shape, -1).max(-1)
+        fits &= size < (2**31 if np.issubdtype(s.dtype, np.integer) else 1e30)
+    stats = jax.tree.map(narrow, stats)
+    with jax.enable_x64(False):
+        args = jax.tree.map(narrow, (hyper, values, given, stats))
+        got = jax.tree.map(np.asarray, _appraise(case.pair, False, *args))
+    stats = jax.tree.map(lambda s: wide(s).astype(wide(s).dtype), stats)
+    args = hyper, values, given, stats
+    marginal, scores, explained = map(np.asarray, _appraise(case.pair, True, *args))
+    allowed = 2e-5 + 2e-6 * np.abs(scores) + np.minimum(explained, 1e-4)
+    allowed = np.where(fits[..., None], allowed, np.inf)
+    yield "error of scores in float32", np.abs(got[1] - scores), allowed
+    terms = np.array(_ACCUMULATED) * (1 + np.abs(scores)).mean(-1)
+    allowed = np.where(fits, 3e-6 * (10 + terms), np.inf)
+    yield "error of log marginals in float32", np.abs(got[0] - marginal), allowed
+
+
+@partial(jax.jit, static_argnums=0)
+def _block_figures(block, key, hyper, data, rows):
+    z = jnp.where(rows, 0, -1)
+    stats = _rebuild(block, hyper, data, z, 1)
+    tables = block.tables(hyper, stats)
+    first, no = jnp.zeros((), jnp.int32), jnp.asarray(False)
+
+    def score(n):
+        x = block.row(hyper, data, n)
+        taken = block.take(hyper, stats, x, first, no)
+        return block.score(hyper, stats, tables, taken, x)[0]
+
+    scores = jax.vmap(score)(jnp.arange(rows.shape[0]))
+    return block.log_marginal(hyper, stats)[0], scores, block.draw(key, hyper, stats)
+
+
+@partial(jax.jit, static_argnums=0)
+def _cells(pair, hyper, values, given):
+    """Cells before their origin is subtracted, leaves ``[E, L, ...]``."""
+
+    def one(hyper, values, given):
+        hyper, _ = _centred(pair, hyper)
+        return jax.vmap(partial(pair.cell, hyper))(values, *given)
+
+    return jax.vmap(one)(hyper, values, given)
+
+
+@partial(jax.jit, static_argnums=0)
+def _explained(pair, hyper, values, given, num, errors):
+    """By how much `errors` of the cells, leaves ``[E, L, ...]``, change the scores of
+    the values given the first `num` of them: ``[E, L]``."""
+
+    def one(hyper, values, given, num, errors):
+        hyper, origin = _centred(pair, hyper)
+        cells = jax.vmap(partial(_cell, pair, hyper, origin))(values, *given)
+        index = jnp.arange(values.shape[0])
+        stat = _fold(pair, hyper, cells, jnp.where(index < num, index, -1))
+        table = pair.predictive(hyper, stat)
+        slopes = jax.vmap(jax.grad(partial(pair.score, table)))(cells)
+        parts = jax.tree.map(
+            lambda s, e: jnp.abs(s * e).reshape(values.shape[0], -1).sum(-1),
+            slopes,
+            errors,
+        )
+        return sum(jax.tree.leaves(parts))
+
+    return jax.vmap(one)(hyper, values, given, num, errors)
+
+
+def _origin(case: _Examples) -> Iterator[_Finding]:
+    """Of a pair with a `location`: a block in float32 with values and location 10^6
+    prior predictive widths from zero (or, where values are positive, both a
+    factor of e^60) agrees with float64 on the same float32 numbers: scores to 2e-5 +
+    2e-6 of themselves + what the rounding of the cells explains, log marginals to 3e-6
+    of the sum of these. Its draws are those about zero, moved."""
+    pair = case.pair
+    if pair.location is None:
+        return
+    name, role = pair.location
+    narrow, wide = _narrow(False), _narrow(True)
+    positive = isinstance(case.support(), constraints.greater_than)
+    near = np.float64(case.hyper[name])
+    if positive:
+        shift = np.full(near.shape, 60.0)
+        values = wide(narrow(case.values * np.exp(60.0)))
+    else:
+        low, high = np.quantile(case.predictive_draws(case.hyper), (0.25, 0.75), 0)
+        shift = 1e6 * (high - low)
+        values = wide(narrow(case.values + shift[:, None]))
+    location = wide(narrow(near + shift))
+    hyper = {k: wide(narrow(v)) for k, v in case.hyper.items()} | {name: location}
+    given = tuple(wide(narrow(g)) for g in case.given)
+    far = replace(case, hyper=hyper, values=values, given=given)
+    if positive:
+        values = values / np.exp(location)[:, None]
+    else:
+        values = values - location[:, None]
+    zero = {**hyper, name: np.zeros_like(location)}
+    about_zero = replace(case, hyper=zero, values=values, given=given)
+
+    exact = far.evaluate(far.whole())
+    cells = jax.tree.map(np.asarray, _cells(pair, hyper, far.values, given))
+    out = []
+    with jax.enable_x64(False):
+        args = jax.tree.map(narrow, (hyper, far.values, given))
+        rounded = jax.tree.map(np.asarray, _cells(pair, *args))
+        for one in (far, about_zero):
+            values, given_ = jax.tree.map(narrow, (one.values, given))
+            figures = []
+            for e in range(case.size):
+                (block,) = pair.blocks([case.site()])
+                data = (Observed(values[e], None, tuple(g[e] for g in given_)),)
+                rows = np.arange(case.length) < case.num[e]
+                packed = _packed(one, block, (), [e])
+                found = _block_figures(block, case.key(20), packed, data, rows)
+                marginal, scores, draws = jax.tree.map(np.asarray, found)
+                figures.append((marginal, scores, draws[f"x_{role}"][0]))
+            out.append([np.stack(f) for f in zip(*figures, strict=True)])
+    (marginal, scores, draw), (_, _, draw_about_zero) = out
+    errors = jax.tree.map(lambda a, b: np.abs(a.astype(b.dtype) - b), rounded, cells)
+    explained = np.asarray(_explained(pair, hyper, far.values, given, case.num, errors))
+    expected = exact["score"][:, 0]
+    allowed = 2e-5 + 2e-6 * np.abs(expected) + 3 * explained
+    yield "error of scores far from zero", np.abs(scores - expected), allowed
+    terms = (10 + np.abs(expected).sum(-1)) * 3e-6 + 3 * explained.sum(-1)
+    gap = np.abs(marginal - exact["log_marginal"][:, 0])
+    yield "error of log marginals far from zero", gap, terms
+    step = np.spacing(np.abs(location).astype(np.float32)).astype(float)
+    gap = np.abs(draw.astype(float) - location - draw_about_zero)
+    yield f"error of `{role}` drawn far from zero", gap, 4 * step
+
+
+CONJUGATE_LAWS: dict[str, Callable[[_Examples], Iterator[_Finding]]] = {
+    "no values have marginal one": _no_values,
+    "chain rule in any order": _chain_rule,
+    "predictive is a ratio of marginals": _ratio_of_marginals,
+    "adding then removing is the identity": _removal,
+    "merge equals the whole": _merging,
+    "posterior after posterior": _posterior,
+    "bayes law": _bayes,
+    "hyperparameters are read off the prior": _reading,
+    "marginal is the mean likelihood": _monte_carlo,
+    "draws follow the posterior": _drawing,
+    "predictive has mass one": _mass,
+    "moves keep blocks in step": _moving,
+    "float32 agrees with float64": _precision,
+    "a far origin costs nothing": _origin,
+    "masked cells change nothing": _masking,
+}
+"""The laws by name, as :func:`check_conjugate` takes them; the functions' docstrings
+state them with their bounds."""
+
+
+def check_conjugate(
+    pair: AbstractConjugatePair,
+    examples: Sequence[ConjugateExample],
+    *,
+    laws: Sequence[str] | None = None,
+    num_moves: int = 100_000,
+    seed: int = 0,
+) -> None:
+    """Tests that a conjugate pair obeys the laws that the sampler relies on.
+
+    An AssertionError names the pair, the law, the example and the figure that is out of
+    bounds. Laws are tested in float64 unless they are about float32, whether or not x64
+    is on.
+
+    Good examples differ: an ordinary one, a strong prior, small hyperparameters, few
+    values, ties. Examples of the same shapes share compilations, however many values
+    each has. At least one must have values that the prior does not find too surprising,
+    for the Monte Carlo mean to say something. Values must lie in the support, and
+    hyperparameters must leave densities that float64 can hold.
+
+    Three laws are statistical. With right pairs a call fails by chance with a
+    probability of at most 1e-5 for each parameter drawn (twice: prior and posterior),
+    2e-5 for its density and 1.4e-5 for the Monte Carlo mean (twice, for the mass of
+    multivariate predictives), in all about 1e-4 for each example of a pair with two
+    scalar parameters. But seeds are fixed: a call that passes once always passes.
+
+    :param AbstractConjugatePair pair: the pair.
+    :param examples: what to test it on, see :class:`ConjugateExample`.
+    :param laws: names in `CONJUGATE_LAWS`; all by default.
+    :param int num_moves: random moves of rows after which statistics and tables must
+        still be those of the rows.
+    :param int seed: of everything random.
+    :raises AssertionError: if a law is broken.
+    :raises ValueError: if the examples are not ones that the pair takes.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_subanneal import testing
+        >>> from numpyro_subanneal.conjugate.beta import BetaBernoulli
+        >>> hyper = {"concentration1": 0.5, "concentration0": 1.5}
+        >>> example = testing.ConjugateExample(hyper, np.array([0, 1, 1, 0, 1]))
+        >>> testing.check_conjugate(
+        ...     BetaBernoulli(), [example], laws=["chain rule in any order"])
+    """
+    names = list(CONJUGATE_LAWS) if laws is None else list(laws)
+    unknown = sorted(set(names) - set(CONJUGATE_LAWS))
+    _check(not unknown, f"`laws` has {unknown}, but can be {list(CONJUGATE_LAWS)}.")
+    _check(len(examples), "`examples` must have at least one example.")
+    with jax.enable_x64(True):
+        cases = _side_by_side(pair, examples, num_moves, seed)
+        for law in names:
+            said, telling = False, False
+            for case in cases:
+                for what, figure, allowed in CONJUGATE_LAWS[law](case):
+                    _uphold(case, law, what, figure, allowed)
+                    said, telling = True, telling or bool(np.isfinite(allowed).any())
+            if said and not telling:
+                raise AssertionError(
+                    f"{type(pair).__name__}: none of the examples says anything about "
+                    f"the law {law!r}. {CONJUGATE_LAWS[law].__doc__}"
+                )
+
+
+def _uphold(case: _Examples, law: str, what: str, figure: Any, allowed: Any) -> None:
+    figure = np.asarray(figure, float)
+    shape = (
+        np.broadcast_shapes(figure.shape, np.shape(allowed), (case.size,) * 1)
+        if (figure.ndim <= 1 and np.ndim(allowed) <= 1)
+        else np.broadcast_shapes(figure.shape, np.shape(allowed))
+    )
+    figure, allowed = np.broadcast_to(figure, shape), np.broadcast_to(allowed, shape)
+    bad = ~(figure <= allowed) & ~np.isposinf(allowed)
+    if bad.any():
+        with np.errstate(all="ignore"):
+            excess = np.where(bad, np.nan_to_num(figure / allowed, nan=np.inf), -1)
+        at = np.unravel_index(excess.argmax(), shape)
+        raise AssertionError(
+            f"{type(case.pair).__name__} breaks the law {law!r} in example "
+            f"{case.index[at[0]]}: {what} is {figure[at]:.4g}, at most "
+            f"{allowed[at]:.4g} is allowed."
+        )
+
+
+def _side_by_side(
+    pair: AbstractConjugatePair,
+    examples: Sequence[ConjugateExample],
+    num_moves: int,
+    seed: int,
+) -> list[_Examples]:
+    """Checks examples, and puts together those of the same shapes."""
+    groups: dict[Any, list[int]] = {}
+    read = []
+    for i, example in enumerate(examples):
+        hyper = {k: np.asarray(v, np.float64) for k, v in example.hyper.items()}
+        values = np.asarray(example.values)
+        _check(values.ndim and len(values), f"Example {i} has no values.")
+        floating = np.issubdtype(values.dtype, np.floating)
+        values = values.astype(np.float64 if floating else np.int64)
+        by_row = example.given_by_row
+        _check(
+            set(by_row) == set(pair.given_by_row),
+            f"Example {i} has `given_by_row` {sorted(by_row)}, but the pair "
+            f"{sorted(pair.given_by_row)}.",
+        )
+        given = tuple(
+            np.broadcast_to(np.asarray(by_row[k], float), values.shape[:1])
+            for k in pair.given_by_row
+        )
+        own = {**hyper, **dict(zip(pair.given_by_row, given, strict=True))}
+        wide = {k: v[None] for k, v in hyper.items()}
+        error = pair.hyper_error(wide) or pair.data_error(values, own)
+        _check(error is None, f"Example {i} {error}.")
+        shapes = {}
+
+        def sample(role, fn, shapes=shapes):
+            shapes[role] = fn.event_shape
+            return (
+                jnp.ones(fn.shape()) if not fn.event_shape else fn.sample(random.key(0))
+            )
+
+        pair.theta({k: jnp.asarray(v) for k, v in hyper.items()}, sample)
+        read.append((hyper, values, given, shapes))
+        key = (
+            tuple((k, v.shape) for k, v in sorted(hyper.items())),
+            values.shape[1:],
+            values.dtype.kind,
+            tuple(shapes.items()),
+        )
+        groups.setdefault(key, []).append(i)
+    cases = []
+    for index in groups.values():
+        parts = [read[i] for i in index]
+        longest = max(len(values) for _, values, _, _ in parts)
+
+        def padded(x, longest=longest):
+            # With what is there.
+            return x[np.where(np.arange(longest) < len(x), np.arange(longest), 0)]
+
+        cases.append(
+            _Examples(
+                pair,
+                index,
+                {k: np.stack([p[0][k] for p in parts]) for k in parts[0][0]},
+                np.stack([padded(p[1]) for p in parts]),
+                tuple(
+                    np.stack([padded(g) for g in gs])
+                    for gs in zip(*(p[2] for p in parts), strict=True)
+                ),
+                np.array([len(p[1]) for p in parts]),
+                parts[0][3],
+                num_moves,
+                seed,
+            )
+        )
+    return cases

@@ -59,7 +59,14 @@ EXTRA = {
         lambda j: math.log([0.0, 0.5, 0.0, 0.25, 0.25][j]) if j in (1, 3, 4) else -1e9,
     ),
 }
-MIXED = [(g, name) for name in EXTRA for g in (0.3, 1.0, 5.0)]
+MIXED = [
+    (0.3, "poisson"),
+    (5.0, "poisson"),
+    (1.0, "geometric"),
+    (0.3, "uniform"),
+    (5.0, "binomial"),
+    (1.0, "categorical"),
+]
 
 
 def finite_log_eppf(counts, concentration, num_components):
@@ -144,7 +151,7 @@ def nth_prior(i, size):
 
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_probabilities_of_all_partitions_are_right_and_sum_to_one(i):
-    for num_rows in (1, 2, 4, 6):
+    for num_rows in (1, 3, 6):
         labels = testing.set_partitions(num_rows)
         counts = all_counts(labels, num_rows)
         prior, log_eppf = nth_prior(i, num_rows)
@@ -429,7 +436,7 @@ def test_float32_keeps_its_accuracy_at_large_counts(counts, concentration, kind)
 
 def test_float64_is_exact_to_rounding():
     with jax.enable_x64(True):
-        for counts in ([7, 1, 12, 9], [1000, 500, 3], [1, 1, 1], [1]):
+        for counts in ([7, 1, 12, 9], [1000, 500, 3, 1]):
             labels = np.repeat(np.arange(len(counts)), counts)
             for g, k in [(0.3, 4), (1.0, 30), (20.0, 5)]:
                 prior = FiniteDirichletMixture(g, k, len(labels))
@@ -480,8 +487,8 @@ def test_gradients_equal_finite_differences():
 
     eps = 1e-6
     with jax.enable_x64(True):
-        for fn in (finite, mixed):
-            by_g, by_rate = jax.jacrev(fn, argnums=(0, 1))(0.7, 2.0)
+        for fn in map(jax.jit, (finite, mixed)):
+            by_g, by_rate = jax.jit(jax.jacrev(fn, argnums=(0, 1)))(0.7, 2.0)
             expected = (fn(0.7 + eps, 2.0) - fn(0.7 - eps, 2.0)) / (2 * eps)
             np.testing.assert_allclose(by_g, expected, rtol=1e-6)
             expected = (fn(0.7, 2.0 + eps) - fn(0.7, 2.0 - eps)) / (2 * eps)
@@ -511,14 +518,14 @@ def test_gradients_are_finite_in_float32():
         MixtureOfFiniteMixtures(0.5, dist.Poisson(1.0), 11),
         MixtureOfFiniteMixtures(0.5, dist.Geometric(0.9), 11, max_components=6),
     ):
-        gradients = jax.tree.leaves(jax.grad(total)(prior))
+        gradients = jax.tree.leaves(jax.jit(jax.grad(total))(prior))
         assert gradients and all(np.isfinite(g).all() for g in gradients)
 
 
 # Sampling.
 
 
-# False-alarm rate 1e-4 for each prior, 2.2e-3 for all of them.
+# False-alarm rate 1e-4 for each prior, 1.3e-3 for all of them.
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_sampled_partitions_have_their_probabilities(i):
     prior, log_eppf = nth_prior(i, 5)
@@ -532,7 +539,7 @@ def test_sampled_partitions_have_their_probabilities(i):
     assert report.p_value > 1e-4, report
 
 
-# Binomial counts with z < 4.5: false-alarm rate 7e-6 for each pair of rows, 4e-5 in all.
+# Binomial counts with z < 4.5: false-alarm rate 4e-5 for the six.
 def test_sampled_rows_are_exchangeable():
     num_draws = 20_000
     for prior in (
@@ -587,7 +594,6 @@ def test_same_key_same_draw_and_other_key_other_draw(make_key):
         draws = prior.sample(make_key(0), (3,))
         np.testing.assert_array_equal(draws, prior.sample(make_key(0), (3,)))
         assert (draws != prior.sample(make_key(1), (3,))).any()
-        assert len(np.unique(np.asarray(draws), axis=0)) == 3
 
 
 def test_no_key_is_used_twice():

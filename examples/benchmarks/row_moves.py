@@ -16,7 +16,8 @@ prototype of the bare move took on a 2-core x86 machine; compare ratios within o
 since machines differ.
 
     python examples/benchmarks/row_moves.py            # the table, about 5 minutes
-    python examples/benchmarks/row_moves.py --quick    # three cases
+    python examples/benchmarks/row_moves.py --pairs    # every conjugate pair
+    python examples/benchmarks/row_moves.py --quick    # two small cases
     python examples/benchmarks/row_moves.py --large    # memory of annealing 10^6 x 68
 """
 
@@ -106,11 +107,169 @@ def make_model(kind, capacity):
     return model
 
 
+# --- Every pair -----------------------------------------------------------------------
+
+NUM_COLUMNS = 68
+
+
+def pair_models():
+    """
+    Pair -> cluster parameters (declared by `sample`) and likelihood. Priors are wide
+    beside the likelihoods, so that clusters drawn from them are well apart.
+    """
+    import jax.numpy as jnp
+
+    import numpyro.distributions as dist
+
+    def beta(sample):
+        return (sample("probs", dist.Beta(0.5, 0.5)),)
+
+    def gamma(sample):
+        return (sample("rate", dist.Gamma(0.5, 0.1)),)
+
+    def inverse_gamma(sample):
+        return (sample("var", dist.InverseGamma(0.5, 0.5)),)
+
+    def location(sample):
+        return (sample("loc", dist.Normal(0.0, 5.0)),)
+
+    def two(sample):
+        var = sample("var", dist.InverseGamma(2.0, 1.0))
+        return sample("loc", dist.Normal(0.0, jnp.sqrt(var / 0.04))), jnp.sqrt(var)
+
+    def two_by_precision(sample):
+        precision = sample("precision", dist.Gamma(2.0, 1.0))
+        loc = sample("loc", dist.Normal(0.0, 1 / jnp.sqrt(0.04 * precision)))
+        return loc, 1 / jnp.sqrt(precision)
+
+    def dirichlet(num):
+        return lambda sample: (sample("probs", dist.Dirichlet(jnp.full(num, 0.1))),)
+
+    def covariance(p):
+        def declare(sample):
+            scale = jnp.eye(p)
+            cov = sample("cov", dist.InverseWishart(p + 2.0, scale_matrix=scale))
+            return sample("loc", dist.MultivariateNormal(jnp.zeros(p), 100 * cov)), cov
+
+        return declare
+
+    def precision(p):
+        def declare(sample):
+            prec = sample("prec", dist.Wishart(p + 2.0, rate_matrix=jnp.eye(p)))
+            fn = dist.MultivariateNormal(jnp.zeros(p), precision_matrix=0.01 * prec)
+            return sample("loc", fn), prec
+
+        return declare
+
+    def vector(p):
+        fn = dist.MultivariateNormal(jnp.zeros(p), 100 * jnp.eye(p))
+        return lambda sample: (sample("loc", fn),)
+
+    univariate = {
+        "Dirichlet-Categorical, C=16": (dirichlet(16), dist.Categorical),
+        "Beta-Bernoulli": (beta, lambda p: dist.Bernoulli(probs=p)),
+        "Beta-Binomial, n=10": (beta, lambda p: dist.Binomial(10, probs=p)),
+        "Beta-Binomial, n by row": (beta, "binomial by row"),
+        "Beta-Geometric": (beta, lambda p: dist.Geometric(probs=p)),
+        "Beta-NegativeBinomial": (beta, lambda p: dist.NegativeBinomialProbs(3.0, p)),
+        "Gamma-Poisson": (gamma, dist.Poisson),
+        "Gamma-Exponential": (gamma, dist.Exponential),
+        "Gamma-Gamma": (gamma, lambda rate: dist.Gamma(2.0, rate)),
+        "InverseGamma-Normal": (inverse_gamma, lambda v: dist.Normal(0, jnp.sqrt(v))),
+        "Normal-Normal": (location, lambda loc: dist.Normal(loc, 1.0)),
+        "Normal-Normal, scale by row": (location, "scale by row"),
+        "(InverseGamma, Normal)-Normal": (two, dist.Normal),
+        "(Gamma, Normal)-Normal": (two_by_precision, dist.Normal),
+        "(InverseGamma, Normal)-LogNormal": (two, dist.LogNormal),
+        "VonMises-VonMises": (
+            lambda sample: (sample("loc", dist.VonMises(0.0, 0.1)),),
+            lambda loc: dist.VonMises(loc, 5.0),
+        ),
+        "Dirichlet-Multinomial, C=4": (
+            dirichlet(4),
+            lambda p: dist.Multinomial(10, probs=p, total_count_max=10),
+        ),
+    }
+    multivariate = {}
+    for p in (2, 5, 10, 20):
+        multivariate |= {
+            f"(InverseWishart, MVN)-MVN, p={p}": (
+                covariance(p),
+                lambda loc, cov: dist.MultivariateNormal(loc, cov),
+            ),
+            f"(Wishart, MVN)-MVN, p={p}": (
+                precision(p),
+                lambda loc, prec: dist.MultivariateNormal(loc, precision_matrix=prec),
+            ),
+            f"MVN-MVN, p={p}": (
+                vector(p),
+                lambda loc, p=p: dist.MultivariateNormal(loc, jnp.eye(p)),
+            ),
+        }
+    return univariate, multivariate
+
+
+def make_pair_model(name, capacity, num_rows, num_columns):
+    import jax.numpy as jnp
+
+    import numpyro
+    import numpyro.distributions as dist
+
+    from numpyro_subanneal import ChineseRestaurantProcess
+
+    univariate, multivariate = pair_models()
+    declare, likelihood = (univariate | multivariate)[name]
+    rng = np.random.default_rng(1)
+    by_row = {
+        "binomial by row": lambda p, n: dist.Binomial(n, probs=p),
+        "scale by row": lambda loc, n: dist.Normal(loc, 0.1 * n),
+    }
+    total = rng.integers(5, 15, size=(num_rows, num_columns)).astype(np.int32)
+
+    def model(x=None, total=total):
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=num_rows))
+        with numpyro.plate("columns", num_columns, dim=-1):
+            with numpyro.plate("clusters", capacity, dim=-2):
+                theta = declare(numpyro.sample)
+            with numpyro.plate("rows", num_rows, dim=-2):
+                theta = [jnp.asarray(t)[z] for t in theta]
+                if likelihood in by_row:
+                    fn = by_row[likelihood](*theta, jnp.asarray(total))
+                else:
+                    fn = likelihood(*theta)
+                numpyro.sample("x", fn, obs=x)
+
+    return model
+
+
+def run_pair(name, num_rows, num_columns, num_clusters, capacity, moves):
+    import jax
+    from jax import random
+
+    from numpyro import handlers
+
+    z = (np.arange(num_rows) % num_clusters).astype(np.int32)
+    model = make_pair_model(name, capacity, num_rows, num_columns)
+
+    def draw():
+        fixed = handlers.substitute(handlers.seed(model, random.key(0)), {"z": z})
+        return handlers.trace(fixed).get_trace()["x"]["value"]
+
+    x = np.asarray(jax.jit(draw)())
+    return time_sweeps(model, (x,), z, moves)
+
+
 def peak_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
+    x, z = planted(kind, num_rows, num_columns, num_clusters)
+    return time_sweeps(make_model(kind, capacity), (x,), z, moves)
+
+
+def time_sweeps(model, args, z, moves):
+    """Time of a move from assignments `z` on, and what else is worth to know."""
     import jax
     from jax import random
 
@@ -118,10 +277,10 @@ def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
 
     from numpyro_subanneal import SubsampleAnnealedGibbs
 
-    x, z = planted(kind, num_rows, num_columns, num_clusters)
+    num_rows = len(z)
     num_samples = max(1, moves // num_rows)
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(make_model(kind, capacity)),
+        SubsampleAnnealedGibbs(model),
         num_warmup=0,
         num_samples=num_samples,
         # Without its progress bar NumPyro compiles anew at every run.
@@ -134,7 +293,7 @@ def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
         with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
             mcmc.run(
                 random.key(seed),
-                x,
+                *args,
                 init_params={"z": z.astype(np.int32)},
                 extra_fields=("~z.z",),
             )
@@ -183,9 +342,59 @@ def run_large(num_rows, num_columns, num_warmup):
     )
 
 
+def in_a_process(case):
+    """`case` run by this script in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--case", json.dumps(case)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare_pairs(moves, quick):
+    """Every pair beside Dirichlet-Categorical, the first."""
+    univariate, multivariate = pair_models()
+    cases = [(name, NUM_COLUMNS) for name in univariate]
+    cases += [(name, 1) for name in multivariate]
+    if quick:
+        cases = cases[:2]
+    print(f"{platform.machine()}, {platform.python_version()}, {time.strftime('%F')}")
+    print("10,000 rows, capacity 64, 20 clusters")
+    print(
+        f"{'pair':<36}{'columns':>8}{'occupied':>9}{'us/move':>9}{'ns/cell':>9}"
+        f"{'ratio':>7}{'compile s':>10}{'peak MB':>9}"
+    )
+    first = None
+    for name, num_columns in cases:
+        r = in_a_process(
+            dict(
+                name=name,
+                num_rows=10_000,
+                num_columns=num_columns,
+                num_clusters=20,
+                capacity=64,
+                moves=moves,
+            )
+        )
+        per_cell = r["us"] / num_columns * 1e3
+        first = first or per_cell
+        print(
+            f"{name:<36}{num_columns:>8}{r['occupied']:>9.1f}{r['us']:>9.2f}"
+            f"{per_cell:>9.0f}{per_cell / first:>7.2f}{r['compile']:>10.1f}"
+            f"{r['peak']:>9.0f}",
+            flush=True,
+        )
+
+
 def main(args):
     if args.case is not None:
-        print(json.dumps(run_case(**json.loads(args.case))))
+        case = json.loads(args.case)
+        print(json.dumps((run_pair if "name" in case else run_case)(**case)))
+        return
+    if args.pairs:
+        compare_pairs(args.moves, args.quick)
         return
     if args.large:
         run_large(args.num_rows, 68, args.num_warmup)
@@ -215,13 +424,7 @@ def main(args):
             capacity=capacity,
             moves=args.moves,
         )
-        done = subprocess.run(
-            [sys.executable, __file__, "--case", json.dumps(case)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        r = json.loads(done.stdout.splitlines()[-1])
+        r = in_a_process(case)
         floor = FLOORS.get((kind, num_columns, capacity))
         print(
             f"{kind:<12}{num_columns:>8}{num_rows:>8}{capacity:>9}{r['occupied']:>9.1f}"
@@ -236,6 +439,7 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--moves", type=int, default=200_000, help="moves timed a case")
+    parser.add_argument("--pairs", action="store_true", help="every conjugate pair")
     parser.add_argument("--quick", action="store_true", help="two small cases")
     parser.add_argument("--large", action="store_true", help="memory at 10^6 rows")
     parser.add_argument("--num-rows", type=int, default=1_000_000, help="with --large")

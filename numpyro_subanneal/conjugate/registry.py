@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 import numpyro.distributions as dist
 
-from numpyro_subanneal.conjugate import beta, dirichlet, gamma, normal, vonmises
+from numpyro_subanneal.conjugate import (
+    beta,
+    dirichlet,
+    gamma,
+    multivariate,
+    normal,
+    vonmises,
+)
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair
 
 # Of two pairs that fit a model the first is taken.
@@ -38,6 +45,9 @@ PAIRS: tuple[AbstractConjugatePair, ...] = (
     gamma.GammaExponential(),
     gamma.GammaGamma(),
     vonmises.VonMisesKnownConcentration(),
+    multivariate.MultivariateNormalInverseWishart(),
+    multivariate.MultivariateNormalWishart(),
+    multivariate.MultivariateNormalKnownCovariance(),
 )
 
 _registered: list[AbstractConjugatePair] = []

@@ -1,0 +1,173 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Every conjugate pair on every law of :func:`numpyro_subanneal.testing.check_conjugate`.
+
+Three examples a pair, mostly of the same shapes, so that they share compilations: an
+ordinary one; a strong prior; and small or extreme hyperparameters, few values or ties.
+"""
+
+import numpy as np
+import pytest
+
+from numpyro_subanneal.conjugate.registry import PAIRS
+from numpyro_subanneal.testing import CONJUGATE_LAWS, ConjugateExample, check_conjugate
+
+
+def example(values, *, by_row=None, **hyper):
+    return ConjugateExample(hyper, np.array(values), by_row or {})
+
+
+def normal(make, extra=lambda x: x):
+    """Of the forms of a normal with a location; `make` writes the hyperparameters."""
+    return [
+        example(extra([0.3, -1.2, 2.5, 0.0, 0.31, 0.3]), **make(0.5, 0.4, 2.0, 1.5)),
+        example(extra([2.0, 2.0, 2.0, -3.0]), **make(1.0, 30.0, 40.0, 50.0)),
+        example(extra([-4.0, -4.5]), **make(-4.0, 0.01, 0.6, 0.02)),
+    ]
+
+
+def mean_and_variance(mean, kappa, shape, rate):
+    return {"mean": mean, "kappa": kappa, "shape": shape, "rate": rate}
+
+
+def known_mean(mean, kappa, shape, rate):
+    del kappa
+    return {"loc": mean, "shape": shape, "rate": rate}
+
+
+def known_scale(mean, kappa, shape, rate):
+    scale = np.sqrt(rate / shape)
+    return {"mean": mean, "scale0": scale / np.sqrt(kappa), "scale": scale}
+
+
+# Far from its origin, for its own arithmetic.
+FAR = example([1e5 + 1.0, 1e5 - 2.0, 1e5 + 0.5], **mean_and_variance(1e5, 0.1, 2.0, 1))
+NORMAL = normal(mean_and_variance)
+LOG_NORMAL = [
+    *normal(mean_and_variance, np.exp)[:2],
+    example(np.exp([-4.0, -4.5]), **mean_and_variance(-4.0, 0.1, 3.0, 0.02)),
+]
+CODES = [
+    example([3, 0, 0, 2, 3, 0], concentration=[0.3, 2.0, 0.7, 1.1]),
+    example([1, 1, 2], concentration=[300.0, 20.0, 700.0, 100.0]),
+    example([2, 2, 2, 3], concentration=[0.05, 1.0, 5.0, 0.02]),
+]
+
+
+def trials(values, **known):
+    """Three priors of a probability for three sets of values."""
+    priors = (0.7, 1.6), (40.0, 90.0), (0.05, 0.3)
+    return [
+        example(x, concentration1=a, concentration0=b, **given)
+        for x, (a, b), given in zip(values, priors, split(known, 3), strict=True)
+    ]
+
+
+def split(known, num):
+    return [{name: value[i] for name, value in known.items()} for i in range(num)]
+
+
+BITS = trials([[0, 1, 1, 0, 1], [1, 0, 0], [0, 0]])
+BINOMIAL = trials([[3, 0, 7, 7, 5], [12, 3, 9], [0, 1]], total_count=[7.0, 30.0, 1.0])
+BY_ROW = [
+    example(x, by_row={"total_count": n}, concentration1=a, concentration0=b)
+    for x, n, a, b in (
+        ([3, 0, 7, 7, 5], [7, 4, 9, 7, 50], 0.7, 1.6),
+        ([12, 3, 9], [30, 3, 11], 40.0, 90.0),
+        ([0, 1], [2, 1], 0.05, 0.3),
+    )
+]
+# What is counted comes last for the geometric, first for the negative binomial.
+RUNS = [
+    example(x, concentration1=a, concentration0=b)
+    for x, a, b in (
+        ([3, 0, 1, 7, 1], 1.6, 0.7),
+        ([2, 0, 4], 90.0, 140.0),
+        ([0, 1], 0.8, 0.05),
+    )
+]
+REPEATS = [
+    example(x, concentration1=a, concentration0=b, total_count=n)
+    for x, a, b, n in (
+        ([3, 0, 1, 7, 1], 0.7, 1.6, 2.5),
+        ([2, 0, 4], 140.0, 90.0, 1.0),
+        ([0, 1], 0.05, 0.8, 0.3),
+    )
+]
+MULTINOMIAL = [
+    example(x, by_row={"total_count": np.sum(x, -1)}, concentration=c)
+    for x, c in (
+        ([[2, 0, 3], [0, 0, 4], [1, 1, 5], [6, 0, 0]], [0.7, 1.6, 2.0]),
+        ([[10, 2, 6], [3, 1, 2]], [40.0, 9.0, 25.0]),
+        ([[0, 1, 0], [0, 2, 0]], [0.05, 1.0, 0.4]),
+    )
+]
+
+
+def waits(values, **known):
+    """Three priors of a rate for three sets of values."""
+    priors = (2.0, 1.5), (60.0, 20.0), (0.3, 0.05)
+    return [
+        example(x, shape=a, rate=b, **given)
+        for x, (a, b), given in zip(values, priors, split(known, 3), strict=True)
+    ]
+
+
+WAITS = [[0.3, 1.2, 0.05, 4.0, 1.2], [0.4, 0.1, 0.2], [0.02, 0.7]]
+
+EXAMPLES = {
+    "NormalInverseGamma": [*NORMAL, FAR],
+    "NormalGamma": NORMAL,
+    "NormalKnownMean": normal(known_mean),
+    "NormalKnownScale": normal(known_scale),
+    "NormalKnownScaleByRow": [
+        e._replace(
+            hyper={k: v for k, v in e.hyper.items() if k != "scale"},
+            given_by_row={
+                "scale": e.hyper["scale"] * np.linspace(0.5, 2, len(e.values))
+            },
+        )
+        for e in normal(known_scale)
+    ],
+    "LogNormalInverseGamma": LOG_NORMAL,
+    "LogNormalGamma": LOG_NORMAL,
+    "LogNormalKnownMean": [
+        *normal(known_mean, np.exp)[:2],
+        example(np.exp([-4.0, -4.5]), loc=-4.0, shape=3.0, rate=0.02),
+    ],
+    "LogNormalKnownScale": normal(known_scale, np.exp),
+    "DirichletCategorical": CODES,
+    "DirichletCategoricalLogits": CODES,
+    "DirichletMultinomial": MULTINOMIAL,
+    "BetaBernoulli": BITS,
+    "BetaBernoulliLogits": BITS,
+    "BetaBinomial": BINOMIAL,
+    "BetaBinomialLogits": BINOMIAL,
+    "BetaBinomialByRow": BY_ROW,
+    "BetaBinomialByRowLogits": BY_ROW,
+    "BetaGeometric": RUNS,
+    "BetaGeometricLogits": RUNS,
+    "BetaNegativeBinomial": REPEATS,
+    "BetaNegativeBinomialLogits": REPEATS,
+    "GammaPoisson": waits([[3, 0, 1, 7, 1], [2, 5, 4], [0, 40]]),
+    "GammaExponential": waits(WAITS),
+    "GammaGamma": waits(WAITS, concentration=[2.5, 1.0, 0.4]),
+    "VonMisesKnownConcentration": [
+        example([0.3, -2.9, 3.1, 0.31, 1.0], mean=3.0, kappa=0.7, concentration=2.0),
+        example([0.3, 0.3, -0.2], mean=0.1, kappa=30.0, concentration=40.0),
+        example([-1.0, 2.0], mean=-2.0, kappa=0.01, concentration=0.05),
+    ],
+}
+
+
+def test_every_pair_has_examples():
+    assert {type(pair).__name__ for pair in PAIRS} == set(EXAMPLES)
+
+
+# Laws one after the other for each pair: what a pair has compiled is used by them all.
+@pytest.mark.parametrize("law", CONJUGATE_LAWS)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: type(pair).__name__)
+def test_law(pair, law):
+    check_conjugate(pair, EXAMPLES[type(pair).__name__], laws=[law])
