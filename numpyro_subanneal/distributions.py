@@ -613,7 +613,7 @@ class MixtureOfFiniteMixtures(PartitionDistribution):
         concentration: ArrayLike,
         extra_components: Distribution,
         size: int,
-        max_components: int = 128,
+        max_components: int = 160,
         *,
         validate_args: bool | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ cluster ``[n, D]`` (features are independent given the partition). Logs are natu
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial, wraps
 import itertools
 from typing import Any, NamedTuple
 
@@ -512,6 +512,25 @@ _FLOAT32 = 2.0**-24  # the largest relative error of rounding
 _LANES = 100
 _ACCUMULATED = (1, 10, 1000, _LANES**3)
 
+
+def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as JAX compiles it, of which the first argument is static; hardly optimised
+    in float64, where it runs but a few times."""
+    exactly = jax.jit(fn, static_argnums=0)
+    light = {"xla_backend_optimization_level": 0}
+    quickly = jax.jit(fn, static_argnums=0, compiler_options=light)
+
+    @wraps(fn)
+    def call(*args):
+        return (quickly if _in_double() else exactly)(*args)
+
+    return call
+
+
+def _in_double() -> bool:
+    return jnp.result_type(float) == np.float64
+
+
 _Finding = tuple[str, Any, Any]
 """What was measured, by how much it is off and how much is allowed, ``[E, ...]``; an
 infinite allowance marks an example that says nothing."""
@@ -695,7 +714,7 @@ def _fold(pair: Any, hyper: Any, cells: Any, order: Any) -> Any:
     return lax.scan(step, empty, order)[0]
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _evaluate(pair, hyper, values, given, first, second):
     def one(hyper, values, given, first, second):
         known, (hyper, origin) = hyper, _centred(pair, hyper)
@@ -726,7 +745,7 @@ def _evaluate(pair, hyper, values, given, first, second):
     return jax.vmap(one)(hyper, values, given, first, second)
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _replay(pair, hyper, values, given, steps):
     """Statistics after `steps` (i adds value i, -2 - i removes it, -1 does nothing),
     the largest on the way, and whether all on the way were finite."""
@@ -753,7 +772,7 @@ def _replay(pair, hyper, values, given, steps):
     return jax.vmap(one)(hyper, values, given, steps)
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _densities(pair, hyper, known, theta, values, given):
     def one(hyper, known, theta, values, given):
         log_density = []
@@ -926,7 +945,8 @@ def _finite_share(ok: np.ndarray, what: str) -> _Finding:
 
 def _bayes(case: _Examples) -> Iterator[_Finding]:
     """p(x | theta) p(theta) = p(theta | x) p(x) with NumPyro's densities, for 4000
-    draws of theta from the posterior and 4000 from the prior: to 1e-8 of the terms."""
+    draws of theta from the posterior and 4000 from the prior: to 1e-8 of the terms +
+    eight times what one step of float64 in theta changes."""
     posterior = case.posterior()
     marginal = case.evaluate(case.whole())["log_marginal"][:, 0]
     some = np.arange(case.length) < case.num[:, None]
@@ -934,7 +954,13 @@ def _bayes(case: _Examples) -> Iterator[_Finding]:
         theta, _ = case.draw(case.key(3 + i), hyper)
         prior, likelihoods = case.densities(case.hyper, theta)
         after, _ = case.densities(posterior, theta)
-        for likelihood, kind in zip(likelihoods, case.pair.likelihood, strict=True):
+        # As far as theta itself is known.
+        _, moved = case.densities(
+            case.hyper, {r: np.nextafter(np.asarray(v), 0) for r, v in theta.items()}
+        )
+        by_one_step = np.abs(np.where(some, moved - likelihoods, 0)).sum(-1)
+        kinds = zip(likelihoods, by_one_step, case.pair.likelihood, strict=True)
+        for likelihood, step, kind in kinds:
             likelihood = np.where(some, likelihood, 0)
             left, right = likelihood.sum(-1) + prior, after + marginal
             size = np.abs(likelihood).sum(-1) + np.abs(prior) + np.abs(after) + 1
@@ -942,8 +968,8 @@ def _bayes(case: _Examples) -> Iterator[_Finding]:
             what = f"Bayes' law with {kind.__name__}"
             yield _finite_share(ok, what)
             gap = np.where(ok, np.abs(np.where(ok, left - right, 0)), 0)
-            size = np.where(ok, size, 0) + np.abs(marginal)
-            yield f"error of {what}", gap.T, 1e-8 * size.T
+            allowed = np.where(ok, 1e-8 * size + 8 * step, 0) + 1e-8 * np.abs(marginal)
+            yield f"error of {what}", gap.T, allowed.T
 
 
 def _reading(case: _Examples) -> Iterator[_Finding]:
@@ -969,8 +995,8 @@ def _reading(case: _Examples) -> Iterator[_Finding]:
 
 def _monte_carlo(case: _Examples) -> Iterator[_Finding]:
     """The marginal likelihood is the mean likelihood of 10^5 draws from the prior by
-    NumPyro: z between -4.5 and 4.5. Of each example the first values are taken, as many as
-    leave a likelihood with a third moment (of the ratio to its root mean square) of at
+    NumPyro, z between -4.5 and 4.5. Of each example the first values are taken, as many
+    as leave a likelihood with a third moment (of the ratio to its root mean square) of at
     most 10, by the log marginals of the values taken once, twice and thrice: with more
     the mean of the draws would not be normal."""
     prefixes = case.prefixes([np.arange(n) for n in case.num])
@@ -1002,7 +1028,7 @@ def _monte_carlo(case: _Examples) -> Iterator[_Finding]:
 # --- ...of densities ---
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _scores(pair, hyper, values, given, num, points):
     """Log predictive densities at `points` ``[E, P, ...]``, given by row as the first
     value has it; after no values and after `num` of the `values` ``[2, E, P]``."""
@@ -1198,7 +1224,7 @@ def _rebuild(block: Any, hyper: Any, data: Any, z: Any, num_clusters: int) -> An
     return lax.scan(add, empty, jnp.arange(z.shape[0]))[0]
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _block_draws(block, key, hyper, data, rows):
     """Draws of all parameters given no rows and given `rows` (a mask):
     ``[2 * draws, ...]``."""
@@ -1224,17 +1250,17 @@ def _drawing(case: _Examples) -> Iterator[_Finding]:
             out = _block_draws(block, case.key(10 + e), packed, data, rows)
             own.append({r: np.asarray(out[f"x_{r}"]) for r in case.role_shapes})
     for i, hyper in enumerate((case.hyper, posterior)):
-        theta, _ = case.draw(case.key(6 + i), hyper)
+        theta, fns = case.draw(case.key(6 + i), hyper)
         part = slice(i * _DRAWS, (i + 1) * _DRAWS)
         samples = []
         for draws in (
             {r: np.stack([o[r][part] for o in own], 1) for r in case.role_shapes},
             theta,
         ):
-            # Both as float32 has them, without its smallest numbers.
-            small = {r: np.asarray(v, np.float32) for r, v in draws.items()}
-            small = {r: np.where(np.abs(v) < 1e-37, 0, v) for r, v in small.items()}
-            rounded = {r: v.astype(np.float64) for r, v in small.items()}
+            # Both as float32 has them, without what it can't tell from 0 and 1.
+            rounded = {
+                r: _without_extremes(v, fns[r].support) for r, v in draws.items()
+            }
             log_density, _ = case.densities(hyper, rounded)
             columns = {
                 f"{r}[{j}]": v.reshape(_DRAWS, case.size, -1)[..., j]
@@ -1261,57 +1287,101 @@ def _drawing(case: _Examples) -> Iterator[_Finding]:
             yield f"-log10 p of {name} drawn from the {what}", figure, -_MIN_LOG10_P
 
 
-@partial(jax.jit, static_argnums=0)
-def _walk(block, hyper, data, z, moves, num_moves):
-    """A block after random moves: a row out or none, a row in or none, often the same
-    row or the same cluster."""
-    stats = _rebuild(block, hyper, data, z, _CLUSTERS)
-    tables = block.tables(hyper, stats)
+_start = _compiled(partial(_rebuild, num_clusters=_CLUSTERS))
+_tables = _compiled(lambda block, hyper, stats: block.tables(hyper, stats))
+_log_marginal = _compiled(lambda block, hyper, stats: block.log_marginal(hyper, stats))
 
-    def row(n):
-        return block.row(hyper, data, n)
 
-    def larger(top, stats):
-        return jax.tree.map(lambda t, s: jnp.maximum(t, jnp.abs(s).max(-1)), top, stats)
+def _without_extremes(x: Any, support: Any) -> np.ndarray:
+    x = np.asarray(x, np.float32).astype(np.float64)
+    x = np.where(np.abs(x) < 1e-37, 0, x)
+    shares = type(constraints.unit_interval), type(constraints.simplex)
+    return np.where(1 - x < 1e-6, 1, x) if isinstance(support, shares) else x
+
+
+@_compiled
+def _score_without(block, hyper, data, stats, tables, move):
+    """Scores of another row with one taken out, but not yet written."""
+    leaves, k, leaving, other, *_ = move
+    x = block.row(hyper, data, leaves)
+    taken = block.take(hyper, stats, x, k, leaving > 0)
+    return block.score(hyper, stats, tables, taken, block.row(hyper, data, other))
+
+
+@_compiled
+def _make_moves(block, hyper, data, stats, tables, moves, first, last):
+    """Statistics and tables after some of the `moves`, and the largest statistics on
+    the way."""
 
     def move(i, carry):
-        z, stats, tables, top = carry
-        leaves, other, to, leaving = moves[i]
-        leaving = (z[leaves] >= 0) & (leaving > 0)
-        k = jnp.where(leaving, z[leaves], 0)
-        taken = block.take(hyper, stats, row(leaves), k, leaving)
-        z = z.at[leaves].set(jnp.where(leaving, -1, z[leaves]))
-        enters = jnp.where(z[other] < 0, other, leaves)
-        entering = z[enters] < 0
-        stats, tables = block.put(
-            hyper, stats, tables, taken, row(enters), to, entering
-        )
-        z = z.at[enters].set(jnp.where(entering, to, z[enters]))
-        return z, stats, tables, larger(top, stats)
+        stats, tables, top = carry
+        leaves, k, leaving, enters, to, entering = moves[i]
+        x = block.row(hyper, data, leaves)
+        taken = block.take(hyper, stats, x, k, leaving > 0)
+        x = block.row(hyper, data, enters)
+        stats, tables = block.put(hyper, stats, tables, taken, x, to, entering > 0)
+        top = jax.tree.map(lambda t, s: jnp.maximum(t, jnp.abs(s).max(-1)), top, stats)
+        return stats, tables, top
 
     top = jax.tree.map(lambda s: jnp.abs(s).max(-1), stats)
-    z, stats, tables, top = lax.fori_loop(0, num_moves, move, (z, stats, tables, top))
-    rebuilt = _rebuild(block, hyper, data, z, _CLUSTERS)
-    fresh = block.tables(hyper, stats)
+    return lax.fori_loop(first, last, move, (stats, tables, top))
 
-    def scores(n):
-        # Of another row, with this one taken out but not yet written, and written.
-        taken = block.take(hyper, stats, row(n), jnp.maximum(z[n], 0), z[n] >= 0)
-        other, no = row((n + 1) % z.shape[0]), jnp.asarray(False)
-        first = jnp.zeros((), jnp.int32)
-        left = block.put(hyper, stats, tables, taken, other, first, no)
-        nothing = block.take(hyper, left[0], other, first, no)
-        return (
-            block.score(hyper, stats, tables, taken, other),
-            block.score(hyper, *left, nothing, other),
-        )
 
-    return {
-        "tables": (tables, fresh),
+@lru_cache(maxsize=4)
+def _random_moves(num: int, size: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Assignments before and after `num` moves, and the moves with more behind them,
+    ``[size + rows, 6]``: a row out or none, a row in or none, often the same row or the
+    same cluster; in the end each row out, of which nothing follows."""
+    rng = np.random.default_rng(seed)
+    z = rng.integers(-1, _CLUSTERS, size=_ROWS)
+    before = z.astype(np.int32)
+    to = np.where(rng.random(size) < 0.7, 0, rng.integers(_CLUSTERS, size=size))
+    rows = rng.integers(_ROWS, size=(2, size))
+    leaving = rng.random(size) < 7 / 8
+    moves = np.zeros((size + _ROWS, 6), np.int32)
+    for i in range(num):
+        leaves, enters = rows[:, i]
+        k = z[leaves]
+        out = leaving[i] and k >= 0
+        if out:
+            z[leaves] = -1
+        if z[enters] >= 0:
+            enters = leaves
+        enter = z[enters] < 0
+        if enter:
+            z[enters] = to[i]
+        moves[i] = leaves, max(k, 0), out, enters, to[i], enter
+    other = (np.arange(_ROWS) + 1) % _ROWS
+    nothing = np.zeros(_ROWS)
+    moves[size:] = np.column_stack(
+        [np.arange(_ROWS), np.maximum(z, 0), z >= 0, other, nothing, nothing]
+    )
+    return before, z.astype(np.int32), moves
+
+
+def _walk(block: Any, hyper: Any, data: Any, num: int, size: int, seed: int) -> Any:
+    """A block after `num` random moves."""
+    before, after, moves = _random_moves(num, size, seed)
+    stats = _start(block, hyper, data, before)
+    tables = _tables(block, hyper, stats)
+    run = partial(_make_moves, block, hyper, data)
+    score = partial(_score_without, block, hyper, data)
+    stats, tables, top = run(stats, tables, moves, np.int32(0), np.int32(num))
+    rebuilt = _start(block, hyper, data, after)
+    scores = []
+    for i in range(size, size + _ROWS):
+        left = run(stats, tables, moves, np.int32(i), np.int32(i + 1))[:2]
+        nothing = moves[i] * np.array([1, 1, 0, 1, 1, 1], np.int32)
+        scores.append((score(stats, tables, moves[i]), score(*left, nothing)))
+    out = {
+        "tables": (tables, _tables(block, hyper, stats)),
         "statistics": (stats, rebuilt, top),
-        "scores": jax.vmap(scores)(jnp.arange(z.shape[0])),
-        "log marginals": tuple(block.log_marginal(hyper, s) for s in (stats, rebuilt)),
+        "scores": tuple(map(jnp.stack, zip(*scores, strict=True))),
+        "log marginals": tuple(
+            _log_marginal(block, hyper, s) for s in (stats, rebuilt)
+        ),
     }
+    return jax.tree.map(np.asarray, out)
 
 
 def _moved(case: _Examples, num_moves: int, masked_value: Any = None) -> Any:
@@ -1335,23 +1405,11 @@ def _moved(case: _Examples, num_moves: int, masked_value: Any = None) -> Any:
         if masked_value is not None:
             x[~mask] = np.asarray(masked_value).astype(x.dtype)
         data[site.name] = Observed(x, mask, tuple(g[e][index] for g in given))
-    z = rng.integers(-1, _CLUSTERS, size=_ROWS).astype(np.int32)
-    size = max(case.num_moves, 1)
-    to = np.where(rng.random(size) < 0.7, 0, rng.integers(_CLUSTERS, size=size))
-    moves = np.column_stack(
-        [
-            rng.integers(_ROWS, size=size),
-            rng.integers(_ROWS, size=size),
-            to,
-            rng.random(size) < 7 / 8,
-        ]
-    ).astype(np.int32)
     for block in case.pair.blocks(sites):
         at = [int(site.name) for site in block.sites]
         packed = _packed(case, block, (2,), at)
         own_data = tuple(data[site.name] for site in block.sites)
-        out = _walk(block, packed, own_data, z, moves, np.int32(num_moves))
-        yield jax.tree.map(np.asarray, out)
+        yield at, _walk(block, packed, own_data, num_moves, case.num_moves, case.seed)
 
 
 def _moving(case: _Examples) -> Iterator[_Finding]:
@@ -1363,30 +1421,40 @@ def _moving(case: _Examples) -> Iterator[_Finding]:
     with jax.enable_x64(False):
         found = list(_moved(case, case.num_moves))
 
-    def of_all(figure):
-        # Features share arrays: not traced back to single examples.
-        return np.full(case.size, np.max(figure))
+    def by_example(figure, at):
+        # Where there is an axis of features, two for each example.
+        out = np.zeros(case.size)
+        features = np.ndim(figure) > 1 and np.shape(figure)[-2] == 2 * len(at)
+        if features:
+            figure = np.moveaxis(figure, -2, 0).reshape(len(at), -1).max(1)
+        out[at] = figure if features else np.max(figure)
+        return out
 
-    for out in found:
+    for at, out in found:
         kept, fresh = (jax.tree.leaves(t) for t in out["tables"])
         for a, b in zip(kept, fresh, strict=True):
             excess = np.abs(a - b) / (1e-6 + 1e-6 * np.abs(b))
             what = "stale tables after moves, in units of rounding"
-            yield what, of_all(np.where(a == b, 0, excess)), 1
+            yield what, by_example(np.where(a == b, 0, excess), at), 1
         trees = (jax.tree.leaves(t) for t in out["statistics"])
         for a, b, top in zip(*trees, strict=True):
             if np.issubdtype(a.dtype, np.integer):
                 what = "drift of integer statistics after moves"
-                yield what, of_all(np.abs(a - b)), 0
+                yield what, by_example(np.abs(a - b), at), 0
             else:
                 drift = np.abs(a - b) / np.where(top > 0, top, 1)[..., None]
-                yield "relative drift of statistics after moves", of_all(drift), 1e-3
+                yield (
+                    "relative drift of statistics after moves",
+                    by_example(drift, at),
+                    1e-3,
+                )
         a, b = out["scores"]
         excess = np.abs(a - b) / (2e-5 * 2 * case.size + 1e-6 * np.abs(b))
         what = "score with a row taken out, in units of rounding"
-        yield what, of_all(excess), 1
+        yield what, by_example(excess, at), 1
         a, b = out["log marginals"]
-        yield "log marginals after moves", of_all(np.abs(a - b) / (1 + np.abs(b))), 1e-2
+        drift = np.abs(a - b) / (1 + np.abs(b))
+        yield "relative drift of log marginals", by_example(drift, at), 1e-2
 
 
 def _masking(case: _Examples) -> Iterator[_Finding]:
@@ -1413,7 +1481,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
 # --- ...of float32 ---
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _accumulate(pair, hyper, values, given, index):
     """Statistics of `_ACCUMULATED` values, by `index` ``[E, steps, lanes]``: leaves
     ``[E, 4, ...]``."""
@@ -1428,18 +1496,18 @@ def _accumulate(pair, hyper, values, given, index):
             stats = jax.vmap(add)(stats, x)
             return stats, jax.tree.map(lambda s: s[0], stats)
 
-        def join(stat, other):
-            stat = merge(stat, other)
-            return stat, stat
-
-        def again(stat, _):
-            return merge(stat, many), None
+        def join(carry, i):
+            # Lane after lane, and then all of them together again and again.
+            stat, many = carry
+            lane = jax.tree.map(lambda s: s[jnp.minimum(i, _LANES - 1)], lanes)
+            stat = merge(stat, _choose(i < _LANES, lane, many))
+            return (stat, _choose(i < _LANES, stat, many)), stat
 
         empty = jax.tree.map(jnp.asarray, pair.empty(hyper))
         wide = jax.tree.map(lambda s: jnp.broadcast_to(s, (_LANES, *s.shape)), empty)
         lanes, first = lax.scan(step, wide, index)
-        many, joined = lax.scan(join, empty, lanes)
-        most, _ = lax.scan(again, empty, None, length=_LANES)
+        steps = jnp.arange(2 * _LANES - 1)
+        (most, _), joined = lax.scan(join, (empty, empty), steps)
         return jax.tree.map(
             lambda f, j, m: jnp.stack([f[0], f[9], j[9], m]), first, joined, most
         )
@@ -1447,10 +1515,10 @@ def _accumulate(pair, hyper, values, given, index):
     return jax.vmap(one)(hyper, values, given, index)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _appraise(pair, explain, hyper, values, given, stats):
-    """Log marginals ``[E, 4]`` and scores ``[E, 4, L]`` of statistics; and by how much
-    the rounding of its table to float32 changes a score."""
+@_compiled
+def _appraise(pair, hyper, values, given, stats):
+    """Log marginals ``[E, 4]`` and scores ``[E, 4, L]`` of statistics; and, in
+    float64, by how much the rounding of the table to float32 changes a score."""
 
     def one(hyper, values, given, stats):
         hyper, origin = _centred(pair, hyper)
@@ -1460,7 +1528,7 @@ def _appraise(pair, explain, hyper, values, given, stats):
             table = pair.predictive(hyper, stat)
             scores = jax.vmap(partial(pair.score, table))(cells)
             explained = jnp.zeros_like(scores)
-            if explain:
+            if _in_double():
                 slopes = jax.vmap(lambda x: jax.grad(pair.score)(table, x))(cells)
                 for s, t in zip(slopes, table, strict=True):
                     each = jnp.abs(s * t).reshape(len(scores), -1).sum(-1)
@@ -1494,10 +1562,10 @@ def _precision(case: _Examples) -> Iterator[_Finding]:
     stats = jax.tree.map(narrow, stats)
     with jax.enable_x64(False):
         args = jax.tree.map(narrow, (hyper, values, given, stats))
-        got = jax.tree.map(np.asarray, _appraise(case.pair, False, *args))
+        got = jax.tree.map(np.asarray, _appraise(case.pair, *args))
     stats = jax.tree.map(lambda s: wide(s).astype(wide(s).dtype), stats)
     args = hyper, values, given, stats
-    marginal, scores, explained = map(np.asarray, _appraise(case.pair, True, *args))
+    marginal, scores, explained = map(np.asarray, _appraise(case.pair, *args))
     allowed = 2e-5 + 2e-6 * np.abs(scores) + np.minimum(explained, 1e-4)
     allowed = np.where(fits[..., None], allowed, np.inf)
     yield "error of scores in float32", np.abs(got[1] - scores), allowed
@@ -1506,7 +1574,7 @@ def _precision(case: _Examples) -> Iterator[_Finding]:
     yield "error of log marginals in float32", np.abs(got[0] - marginal), allowed
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _block_figures(block, key, hyper, data, rows):
     z = jnp.where(rows, 0, -1)
     stats = _rebuild(block, hyper, data, z, 1)
@@ -1522,7 +1590,7 @@ def _block_figures(block, key, hyper, data, rows):
     return block.log_marginal(hyper, stats)[0], scores, block.draw(key, hyper, stats)
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _cells(pair, hyper, values, given):
     """Cells before their origin is subtracted, leaves ``[E, L, ...]``."""
 
@@ -1533,7 +1601,7 @@ def _cells(pair, hyper, values, given):
     return jax.vmap(one)(hyper, values, given)
 
 
-@partial(jax.jit, static_argnums=0)
+@_compiled
 def _explained(pair, hyper, values, given, num, errors):
     """By how much `errors` of the cells, leaves ``[E, L, ...]``, change the scores of
     the values given the first `num` of them: ``[E, L]``."""

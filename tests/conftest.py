@@ -20,8 +20,10 @@ def pytest_configure(config):
     # by their content, so that each is compiled once, also across runs of the suite
     # (`pytest --cache-clear` drops them).
     if getattr(config, "cache", None) is not None:
-        path = config.cache.mkdir("jax")
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(path))
+        # One folder a worker: they would read each other's half-written programs.
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        path = config.cache.mkdir(f"jax-{worker}")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(path)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

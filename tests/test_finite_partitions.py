@@ -34,7 +34,7 @@ from numpyro_subanneal.distributions import (
 )
 
 # (concentration, number of components).
-FINITE = [(1.0, 1), (0.5, 2), (1.0, 3), (0.02, 5), (7.0, 4), (1e3, 6), (0.3, 40)]
+FINITE = [(1.0, 1), (0.02, 5), (7.0, 4), (0.3, 40)]
 
 # Laws of the number of components less one, and their own logs of probabilities.
 EXTRA = {
@@ -61,9 +61,6 @@ EXTRA = {
 }
 MIXED = [
     (0.3, "poisson"),
-    (5.0, "poisson"),
-    (1.0, "geometric"),
-    (0.3, "uniform"),
     (5.0, "binomial"),
     (1.0, "categorical"),
 ]
@@ -86,7 +83,7 @@ def finite_log_eppf(counts, concentration, num_components):
     )
 
 
-def mixed_log_eppf(counts, concentration, log_p, max_components=128):
+def mixed_log_eppf(counts, concentration, log_p, max_components=160):
     """Mixture over the number of components of their own laws."""
     log_p = np.array([log_p(j) for j in range(max_components)])
     terms = [
@@ -95,7 +92,7 @@ def mixed_log_eppf(counts, concentration, log_p, max_components=128):
     return scipy.special.logsumexp(log_p + terms) - scipy.special.logsumexp(log_p)
 
 
-def log_v(n, t, concentration, log_p, max_components=128):
+def log_v(n, t, concentration, log_p, max_components=160):
     """Miller and Harrison (2018), Equation 3.2; `log_p` of k components."""
     k = np.arange(max(t, 1), max_components + 1)
     if not len(k):
@@ -164,8 +161,8 @@ def test_probabilities_of_all_partitions_are_right_and_sum_to_one(i):
             assert ((actual == 0.0) == (expected < 1e-99)).all()
 
 
-@pytest.mark.parametrize("num_components", [1, 2, 3])
-@pytest.mark.parametrize("concentration", [Fraction(1, 2), Fraction(1), Fraction(3)])
+@pytest.mark.parametrize("num_components", [2, 3])
+@pytest.mark.parametrize("concentration", [Fraction(1, 2), Fraction(3)])
 def test_finite_law_is_that_of_the_labels_up_to_names(concentration, num_components):
     # Polya's urn over all label vectors, in exact arithmetic.
     expected = {}
@@ -301,7 +298,7 @@ STATES = [
 
 
 @pytest.mark.parametrize("name", ["geometric", "flat"])
-@pytest.mark.parametrize("concentration", [1e-3, 0.1, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("concentration", [1e-3, 1.0, 100.0])
 def test_float32_weight_of_a_new_cluster_is_right_up_to_a_million_rows(
     concentration, name
 ):
@@ -335,12 +332,12 @@ def test_weights_below_the_smallest_float32_are_right():
 
 
 def test_no_state_gives_nan():
-    num_clusters, num_rows = np.meshgrid(np.arange(0, 140), [0, 1, 5, 140, 10**6])
+    num_clusters, num_rows = np.meshgrid(np.arange(0, 180), [0, 1, 5, 180, 10**6])
     for extra in (dist.DiscreteUniform(4, 9), dist.Poisson(1.0), dist.Geometric(0.9)):
         prior = MixtureOfFiniteMixtures(0.5, extra, 10**6)
         weights = prior.log_weight_new(num_clusters, num_rows)
         assert not np.isnan(weights).any() and not (weights == np.inf).any()
-        assert (weights[:, 128:] == -np.inf).all()
+        assert (weights[:, 160:] == -np.inf).all()
 
 
 # Limits.
@@ -358,8 +355,8 @@ def test_one_component_holds_all_rows():
         assert prior.sample(random.key(0)).max() == 0
 
 
-@pytest.mark.parametrize("num_components", [1, 2, 9, 128])
-@pytest.mark.parametrize("concentration", [0.05, 1.0, 30.0])
+@pytest.mark.parametrize("num_components", [1, 9, 128])
+@pytest.mark.parametrize("concentration", [0.05, 30.0])
 def test_known_number_of_components_is_the_finite_law(concentration, num_components):
     extra = dist.DiscreteUniform(num_components - 1, num_components - 1)
     mixed = MixtureOfFiniteMixtures(concentration, extra, 500)
@@ -416,8 +413,8 @@ LARGE_COUNTS = {
 
 
 @pytest.mark.parametrize("counts", LARGE_COUNTS.values(), ids=LARGE_COUNTS.keys())
-@pytest.mark.parametrize("concentration", [1e-4, 0.3, 1.0, 50.0, 1e6])
-@pytest.mark.parametrize("kind", [100, 128, 10**6, "poisson", "geometric"])
+@pytest.mark.parametrize("concentration", [1e-4, 1.0, 1e6])
+@pytest.mark.parametrize("kind", [100, 10**6, "geometric"])
 def test_float32_keeps_its_accuracy_at_large_counts(counts, concentration, kind):
     g = float32(concentration)
     if isinstance(kind, int):
@@ -436,9 +433,9 @@ def test_float32_keeps_its_accuracy_at_large_counts(counts, concentration, kind)
 
 def test_float64_is_exact_to_rounding():
     with jax.enable_x64(True):
-        for counts in ([7, 1, 12, 9], [1000, 500, 3, 1]):
+        for counts in ([1000, 500, 3, 1],):
             labels = np.repeat(np.arange(len(counts)), counts)
-            for g, k in [(0.3, 4), (1.0, 30), (20.0, 5)]:
+            for g, k in [(0.3, 4), (20.0, 5)]:
                 prior = FiniteDirichletMixture(g, k, len(labels))
                 expected = finite_log_eppf(counts, g, k)
                 for actual in (
@@ -467,59 +464,6 @@ def test_float64_is_exact_to_rounding():
                     1e-10,
                     1e-10,
                 )
-
-
-# Gradients.
-
-
-def test_gradients_equal_finite_differences():
-    labels = np.array([0, 0, 0, 1, 2, 2, -1, 2, 1, 0, 0])
-    counts = np.array([5, 2, 3, 0])
-
-    def finite(g, _):
-        prior = FiniteDirichletMixture(g, 3, 11)
-        return jnp.stack([prior.log_prob(labels), prior.log_eppf(counts)])
-
-    def mixed(g, rate):
-        prior = MixtureOfFiniteMixtures(g, dist.Poisson(rate), 11)
-        new = prior.log_weight_new(3, 10)
-        return jnp.stack([prior.log_prob(labels), prior.log_eppf(counts), new])
-
-    eps = 1e-6
-    with jax.enable_x64(True):
-        for fn in map(jax.jit, (finite, mixed)):
-            by_g, by_rate = jax.jit(jax.jacrev(fn, argnums=(0, 1)))(0.7, 2.0)
-            expected = (fn(0.7 + eps, 2.0) - fn(0.7 - eps, 2.0)) / (2 * eps)
-            np.testing.assert_allclose(by_g, expected, rtol=1e-6)
-            expected = (fn(0.7, 2.0 + eps) - fn(0.7, 2.0 - eps)) / (2 * eps)
-            np.testing.assert_allclose(by_rate, expected, rtol=1e-6, atol=1e-12)
-
-
-def test_gradients_are_finite_in_float32():
-    labels = np.array([0, 0, 0, 1, 2, 2, -1, 2, 1, 0, 0])
-
-    def total(prior):
-        counts = np.array([5, 2, 0, 3])
-        values = [
-            prior.log_prob(labels),
-            prior.log_eppf(counts),
-            prior.log_eppf(np.zeros(5, int)),
-            prior.log_prob(np.full(11, -1)),
-            prior.log_weight_existing(counts)[counts > 0].sum(),
-            prior.log_weight_new(2, 10),
-            prior.log_weight_new(0, 0),
-            prior.log_weight_new(np.array([3, 4, 200]), 10),
-            prior.log_eppf(np.ones(7, int)),
-        ]
-        return sum(jnp.where(jnp.isfinite(v), v, 0.0).sum() for v in values)
-
-    for prior in (
-        FiniteDirichletMixture(0.5, 3, 11),
-        MixtureOfFiniteMixtures(0.5, dist.Poisson(1.0), 11),
-        MixtureOfFiniteMixtures(0.5, dist.Geometric(0.9), 11, max_components=6),
-    ):
-        gradients = jax.tree.leaves(jax.jit(jax.grad(total))(prior))
-        assert gradients and all(np.isfinite(g).all() for g in gradients)
 
 
 # Sampling.

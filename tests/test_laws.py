@@ -119,7 +119,7 @@ WAITS = [[0.3, 1.2, 0.05, 4.0, 1.2], [0.4, 0.1, 0.2], [0.02, 0.7]]
 
 EXAMPLES = {
     "NormalInverseGamma": [*NORMAL, FAR],
-    "NormalGamma": NORMAL,
+    "NormalGamma": [*NORMAL, FAR],
     "NormalKnownMean": normal(known_mean),
     "NormalKnownScale": normal(known_scale),
     "NormalKnownScaleByRow": [

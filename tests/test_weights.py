@@ -269,37 +269,6 @@ def test_float64_is_exact_to_rounding():
             np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
-def test_gradients_equal_finite_differences_and_are_finite():
-    counts = np.array([5, 0, 3])
-
-    def total(a, b):
-        known = KnownWeights(jax.nn.log_softmax(jnp.append(b, 1.0)), 8)
-        return jnp.stack(
-            [
-                prior.log_prob(counts) + prior.log_weights(counts).sum()
-                for prior in (
-                    DirichletWeights(jnp.append(a, 1.5), 8),
-                    StickBreakingWeights(a, b, 8),
-                    known,
-                )
-            ]
-        )
-
-    a, b = np.array([0.5, 2.0]), np.array([1.5, 0.7])
-    assert all(np.isfinite(g).all() for g in jax.jacrev(total, argnums=(0, 1))(a, b))
-    with jax.enable_x64(True):
-        by_a, by_b = jax.jacrev(total, argnums=(0, 1))(a, b)
-        for j, e in enumerate(np.eye(2) * 1e-6):
-            expected = (total(a + e, b) - total(a - e, b)) / 2e-6
-            np.testing.assert_allclose(by_a[:, j], expected, rtol=1e-6, atol=1e-8)
-            expected = (total(a, b + e) - total(a, b - e)) / 2e-6
-            np.testing.assert_allclose(by_b[:, j], expected, rtol=1e-6, atol=1e-8)
-
-
-# Sampling.
-
-
-# False-alarm rate 1e-4 for each prior, 1.2e-3 for all of them.
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_sampled_labels_have_their_probabilities(i):
     prior = nth_prior(i, 4)

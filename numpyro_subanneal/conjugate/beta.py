@@ -28,7 +28,9 @@ from numpyro_subanneal.conjugate.special import (
     log1p_of,
     log_binomial,
     log_polya,
-    log_split,
+    mean_of_both,
+    mean_with,
+    mean_without,
     remainder_from_one,
     stirling_remainder,
 )
@@ -160,10 +162,8 @@ class BetaBinomial(_UnknownProbability):
     Hyperparameters: `concentration1` and `concentration0`, the numbers of successes and
     failures that the prior counts for; and the known `total_count`.
 
-    Statistics: the numbers of successes and of failures, integers; and the log
-    probability of the values given all successes, which is hypergeometric and does not
-    depend on the prior (so that the log marginal has no sums of binomial coefficients,
-    which cancel).
+    Statistics: the numbers of successes, of failures and of values, integers; and the
+    mean of the log binomial coefficients.
 
     **References:**
 
@@ -197,25 +197,30 @@ class BetaBinomial(_UnknownProbability):
 
     def empty(self, hyper):
         zero = jnp.zeros((), jnp.result_type(int))
-        return zero, zero, jnp.zeros_like(hyper["concentration1"])
+        return zero, zero, zero, jnp.zeros_like(hyper["concentration1"])
 
     def add(self, hyper, stat, x):
         del hyper
-        return _merge_trials(stat, (x[0], x[1], 0))
+        ones, zeros, count, mean = stat
+        count = count + 1
+        return ones + x[0], zeros + x[1], count, mean_with(count, mean, x[4])
 
     def remove(self, hyper, stat, x):
         del hyper
-        rest = stat[0] - x[0], stat[1] - x[1]
-        given_ones = stat[2] - _log_hypergeometric(rest, x)
-        # An emptied cluster starts again from nothing, not from rounding errors.
-        return *rest, jnp.where(rest[0] + rest[1] > 0, given_ones, 0)
+        ones, zeros, count, mean = stat
+        count = count - 1
+        return ones - x[0], zeros - x[1], count, mean_without(count, mean, x[4])
 
     def merge(self, hyper, a, b):
         del hyper
-        return _merge_trials(a, b)
+        mean = mean_of_both(a[2], a[3], b[2], b[3])
+        return a[0] + b[0], a[1] + b[1], a[2] + b[2], mean
 
     def log_marginal(self, hyper, stat):
-        return self._log_marginal_counts(hyper, stat) + stat[2]
+        # Of the successes, and of the values given all successes: hypergeometric.
+        ones, zeros, count, mean = stat
+        given_ones = count * mean - log_binomial(ones, zeros)
+        return self._log_marginal_counts(hyper, stat) + given_ones
 
     def predictive(self, hyper, stat):
         # Beta-binomial.
@@ -407,9 +412,8 @@ class BetaNegativeBinomial(_UnknownProbability):
     Hyperparameters: `concentration1` and `concentration0`, to which a value adds `x`
     and `total_count`; and the known `total_count`.
 
-    Statistics: the sum and the number of values, integers; and the log probability of
-    the values given their sum, which does not depend on the prior (so that the log
-    marginal has no sums of binomial coefficients, which cancel).
+    Statistics: the sum and the number of values, integers; and the mean of
+    :math:`\log\frac{\Gamma(r + x)}{\Gamma(r)\,x!}`, `r` being `total_count`.
 
     **References:**
 
@@ -440,25 +444,27 @@ class BetaNegativeBinomial(_UnknownProbability):
         return zero, zero, jnp.zeros_like(hyper["concentration1"])
 
     def add(self, hyper, stat, x):
-        return self.merge(hyper, stat, (x[0], 1, 0))
+        del hyper
+        total, count, mean = stat
+        return total + x[0], count + 1, mean_with(count + 1, mean, x[2])
 
     def remove(self, hyper, stat, x):
-        total, count = stat[0] - x[0], stat[1] - 1
-        rest = stat[2] - _log_share_out(hyper, total, x[0], count, 1)
-        # A single value is its sum: what is left is rounding errors.
-        return total, count, jnp.where(count > 1, rest, 0)
+        del hyper
+        total, count, mean = stat
+        return total - x[0], count - 1, mean_without(count - 1, mean, x[2])
 
     def merge(self, hyper, a, b):
-        split = _log_share_out(hyper, a[0], b[0], a[1], b[1])
-        return a[0] + b[0], a[1] + b[1], a[2] + b[2] + split
+        del hyper
+        return a[0] + b[0], a[1] + b[1], mean_of_both(a[1], a[2], b[1], b[2])
 
     def _trials(self, hyper, stat):
         return stat[0], stat[1] * hyper["total_count"]
 
     def log_marginal(self, hyper, stat):
         # Of the sum, which is negative binomial too, and of the values given it.
-        total, count, given_total = stat
+        total, count, mean = stat
         failures = jnp.where(count > 0, count * hyper["total_count"], 1)
+        given_total = count * mean - _log_multiset(failures, total)
         last = jnp.log(failures / (total + failures))
         score = self._log_marginal_counts(hyper, stat) + last + given_total
         return jnp.where(count > 0, score, 0)
@@ -508,33 +514,9 @@ def _binomial_cell(x, total_count):
     return ones, zeros, *floats, log_binomial(ones, zeros)
 
 
-def _log_hypergeometric(a, b):
-    """Log probability that the successes of two groups of trials, known together, fall
-    to them like this; `a` and `b` start with the successes and failures of each."""
-    trials = a[0] + a[1], b[0] + b[1]
-    return (
-        log_split(a[0], b[0], *trials)
-        + log_split(a[1], b[1], *trials)
-        - log_split(*trials, *trials)
-    )
-
-
-def _merge_trials(a, b):
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2] + _log_hypergeometric(a, b)
-
-
 def _log_multiset(r, x):
     """Logarithm of ``gamma(r + x) / (gamma(r) x!)``."""
     return log_binomial(x, r) + jnp.log(r / (r + x))
-
-
-def _log_share_out(hyper, total_a, total_b, count_a, count_b):
-    """Log probability that two groups of negative binomial values, whose sum is known,
-    have these sums."""
-    some = (count_a > 0) & (count_b > 0)
-    failures = [jnp.maximum(n, 1) * hyper["total_count"] for n in (count_a, count_b)]
-    shares = log_polya(jnp.stack(failures), jnp.stack([total_a, total_b]))
-    return jnp.where(some, shares, 0)
 
 
 def _run_table(a, b, stop):

@@ -19,7 +19,9 @@ from numpyro_subanneal.conjugate.special import (
     log1p_nonnegative,
     log1p_of,
     log_rising,
-    log_split,
+    mean_of_both,
+    mean_with,
+    mean_without,
     remainder_from_one,
     stirling_remainder,
 )
@@ -48,9 +50,8 @@ class GammaPoisson(_UnknownRate):
 
     Hyperparameters: `shape` and `rate` (not scale) of the gamma over rates.
 
-    Statistics: the number of values and their sum, integers; and the log probability of
-    the values given their sum, which is multinomial and does not depend on the prior
-    (so that the log marginal has no sums of :math:`\log x!`, which cancel).
+    Statistics: the number of values and their sum, integers; and the mean of
+    :math:`\log x!`.
 
     **References:**
 
@@ -70,31 +71,32 @@ class GammaPoisson(_UnknownRate):
 
     def cell(self, hyper, x):
         # The value as it is counted and as it is scored; its inverse; its factorial,
-        # as far as Stirling's formula does not cancel.
+        # as far as Stirling's formula does not cancel, and the whole of it.
         del hyper
         x = jnp.asarray(x, jnp.result_type(int))
         value = jnp.asarray(x, jnp.result_type(float))
-        return x, value, 1 / jnp.maximum(value, 1), factorial_remainder(value)
+        inverse = 1 / jnp.maximum(value, 1)
+        remainder = factorial_remainder(value)
+        log_factorial = remainder + value * (jnp.log(jnp.maximum(value, 1)) - 1)
+        return x, value, inverse, remainder, log_factorial
 
     def empty(self, hyper):
         zero = jnp.zeros((), jnp.result_type(int))
         return zero, zero, jnp.zeros_like(hyper["rate"])
 
     def add(self, hyper, stat, x):
-        count, total, given_total = stat
-        split = log_split(total, x[0], count, 1)
-        return count + 1, total + x[0], given_total + split
+        del hyper
+        count, total, mean = stat
+        return count + 1, total + x[0], mean_with(count + 1, mean, x[4])
 
     def remove(self, hyper, stat, x):
-        count, total, given_total = stat
-        count, total = count - 1, total - x[0]
-        rest = given_total - log_split(total, x[0], count, 1)
-        # A single value is its total: what is left is rounding errors.
-        return count, total, jnp.where(count > 1, rest, 0)
+        del hyper
+        count, total, mean = stat
+        return count - 1, total - x[0], mean_without(count - 1, mean, x[4])
 
     def merge(self, hyper, a, b):
-        split = log_split(a[1], b[1], a[0], b[0])
-        return a[0] + b[0], a[1] + b[1], a[2] + b[2] + split
+        del hyper
+        return a[0] + b[0], a[1] + b[1], mean_of_both(a[0], a[2], b[0], b[2])
 
     def posterior(self, hyper, stat):
         count, total, _ = stat
@@ -102,10 +104,13 @@ class GammaPoisson(_UnknownRate):
 
     def log_marginal(self, hyper, stat):
         # Of the sum, which is one Poisson value of `count` times the rate, and of the
-        # values given their sum.
-        count, total, given_total = stat
-        table = self._table(hyper["shape"], hyper["rate"] / jnp.maximum(count, 1))
+        # values given their sum, which is multinomial.
+        count, total, mean = stat
+        some = jnp.maximum(count, 1)
+        table = self._table(hyper["shape"], hyper["rate"] / some)
         score = self.score(table, self.cell(hyper, total))
+        share = jnp.log(jnp.maximum(total, 1) / some) - 1
+        given_total = factorial_remainder(total) + total * share - count * mean
         return jnp.where(count > 0, score + given_total, 0)
 
     def predictive(self, hyper, stat):
@@ -124,7 +129,7 @@ class GammaPoisson(_UnknownRate):
         # Saddle-point form as in Loader (2000): the old mean and the value are each
         # compared with the new mean; no large terms cancel.
         shape, mean, per_shape, weight, kept, constant, remainder = table
-        _, x, inverse, factorial = x
+        _, x, inverse, factorial, _ = x
         new, excess = shape + x, x - mean
         from_mean = log1p_of(new * per_shape, excess * per_shape)
         from_value = log1p_of(new * (weight * inverse), -excess * (kept * inverse))
@@ -314,4 +319,6 @@ def _sign_error(x: np.ndarray) -> str | None:
     bad = x <= 0
     if not bad.any():
         return None
-    return f"has {x[bad][0]} in row {first_row(bad)}; values must be positive; {MASK_IT}"
+    return (
+        f"has {x[bad][0]} in row {first_row(bad)}; values must be positive; {MASK_IT}"
+    )

@@ -58,7 +58,8 @@ def log1p_of(u: Array, y: Array) -> Array:
     return jnp.log(u) + jnp.where(jnp.abs(y) < 0.5, y - (u - 1), 0)
 
 
-# Polynomial in u = 1 / z for Binet's function over u, interpolated on (0, 1].
+# Polynomials in u = 1 / z for Binet's function over u, interpolated on (0, 1].
+_BINET_SHORT = (0.0833320643, 4.32724494e-05, -0.00306618359, 0.000752757862)
 _BINET = (
     0.0833333367,
     -3.49734535e-07,
@@ -72,12 +73,12 @@ _BINET = (
 
 def remainder_from_one(z: Array, inverse: Array) -> Array:
     """
-    :func:`stirling_remainder` for ``z >= 1``, given ``1 / z``: to 2e-8 in float32,
-    without a logarithm.
+    :func:`stirling_remainder` for ``z >= 1``, given ``1 / z``: for scores, to 5e-7 in
+    float32, without a logarithm.
     """
     if jnp.result_type(z).itemsize > 4:
         return stirling_remainder(z)
-    return inverse * _horner(_BINET, inverse)
+    return inverse * _horner(_BINET_SHORT, inverse)
 
 
 def stirling_remainder(z: Array) -> Array:
@@ -90,7 +91,7 @@ def stirling_remainder(z: Array) -> Array:
     small = z < 1
     shifted = jnp.where(small, z + 1, z)
     if z.dtype.itemsize <= 4:
-        value = remainder_from_one(shifted, 1 / shifted)
+        value = _horner(_BINET, 1 / shifted) / shifted
     else:
         value = _remainder_in_double(shifted)
     low = jnp.where(small, z, 1)
@@ -252,3 +253,19 @@ def _horner(coefficients: tuple[float, ...], x: Array) -> Array:
     for coefficient in coefficients[-2::-1]:
         value = value * x + coefficient
     return value
+
+
+def mean_with(count: Array, mean: Array, x: Array) -> Array:
+    """The mean once `x` has joined; `count` values with it."""
+    return mean + (x - mean) / count
+
+
+def mean_without(count: Array, mean: Array, x: Array) -> Array:
+    """The mean once `x` has left; `count` values without it, and exactly 0 for none."""
+    rest = mean - (x - mean) / jnp.maximum(count, 1)
+    return jnp.where(count > 0, rest, 0)
+
+
+def mean_of_both(count_a: Array, a: Array, count_b: Array, b: Array) -> Array:
+    """The mean of two groups of values."""
+    return a + (b - a) * (count_b / jnp.maximum(count_a + count_b, 1))
