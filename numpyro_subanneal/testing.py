@@ -996,9 +996,9 @@ def _reading(case: _Examples) -> Iterator[_Finding]:
 def _monte_carlo(case: _Examples) -> Iterator[_Finding]:
     """The marginal likelihood is the mean likelihood of 10^5 draws from the prior by
     NumPyro, z between -4.5 and 4.5. Of each example the first values are taken, as many
-    as leave a likelihood with a third moment (of the ratio to its root mean square) of at
-    most 10, by the log marginals of the values taken once, twice and thrice: with more
-    the mean of the draws would not be normal."""
+    as leave a likelihood with a third moment of at most 10 (over its root mean square),
+    by the log marginals of the values taken once, twice and thrice: with more the mean
+    of the draws would not be normal."""
     prefixes = case.prefixes([np.arange(n) for n in case.num])
     once, twice, thrice = (
         case.evaluate([[np.tile(p, m) for p in row] for row in prefixes])[

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import gammaln
 import numpy as np
 
 import numpyro.distributions as dist
@@ -31,6 +30,7 @@ from numpyro_subanneal.conjugate.special import (
     log1p_of,
     log_binomial,
     log_polya,
+    log_rising,
     log_split,
     remainder_from_one,
     stirling_remainder,
@@ -109,9 +109,10 @@ class DirichletCategorical(AbstractConjugatePair):
     def log_marginal(self, hyper, stat):
         # Tu (2014), Eq. 7, of the sequence of values (no multinomial coefficient).
         concentration, (counts,) = hyper["concentration"], stat
-        total = concentration.sum(-1)
-        each = gammaln(concentration + counts) - gammaln(concentration)
-        return gammaln(total) - gammaln(total + counts.sum(-1)) + each.sum(-1)
+        total, num = concentration.sum(-1), counts.sum(-1)
+        # On a common scale the large parts of all terms meet inside one logarithm.
+        each = log_rising(concentration, counts, total + num)
+        return each.sum(-1) - log_rising(total, num, total + num)
 
     def predictive(self, hyper, stat):
         # Tu (2014), Eq. 9.
@@ -450,11 +451,13 @@ class CountBlock(AbstractBlock):
         )
 
     def log_marginal(self, hyper, stats):
-        a = hyper.category[:, None]
-        categories = gammaln(stats.category + a) - gammaln(a)
-        a = hyper.total[:, None]
-        totals = gammaln(stats.total + a) - gammaln(a)
-        return categories.sum(0) - totals.sum(0)
+        total = jnp.broadcast_to(stats.total, (len(hyper.total), stats.total.shape[-1]))
+        prior = hyper.total[:, None]
+        scale = prior + total
+        categories = log_rising(
+            hyper.category[:, None], stats.category, scale[self.feature]
+        )
+        return categories.sum(0) - log_rising(prior, total, scale).sum(0)
 
     def draw(self, rng_key, hyper, stats):
         # Gelman et al. (2013), appendix A: normalised gamma variates.
