@@ -514,17 +514,20 @@ _ACCUMULATED = (1, 10, 1000, _LANES**3)
 
 
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as JAX compiles it, of which the first argument is static; hardly optimised
-    in float64, where it runs but a few times."""
-    exactly = jax.jit(fn, static_argnums=0)
-    light = {"xla_backend_optimization_level": 0}
-    quickly = jax.jit(fn, static_argnums=0, compiler_options=light)
+    """`fn` as JAX compiles it, of which the first argument is static; in float64
+    quickly, as it runs but a few times."""
+    exactly, quickly = jax.jit(fn, static_argnums=0), _quickly_compiled(fn)
 
     @wraps(fn)
     def call(*args):
         return (quickly if _in_double() else exactly)(*args)
 
     return call
+
+
+def _quickly_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn, static_argnums=0, compiler_options=options)
 
 
 def _in_double() -> bool:
@@ -745,7 +748,7 @@ def _evaluate(pair, hyper, values, given, first, second):
     return jax.vmap(one)(hyper, values, given, first, second)
 
 
-@_compiled
+@_quickly_compiled
 def _replay(pair, hyper, values, given, steps):
     """Statistics after `steps` (i adds value i, -2 - i removes it, -1 does nothing),
     the largest on the way, and whether all on the way were finite."""
@@ -1224,7 +1227,7 @@ def _rebuild(block: Any, hyper: Any, data: Any, z: Any, num_clusters: int) -> An
     return lax.scan(add, empty, jnp.arange(z.shape[0]))[0]
 
 
-@_compiled
+@_quickly_compiled
 def _block_draws(block, key, hyper, data, rows):
     """Draws of all parameters given no rows and given `rows` (a mask):
     ``[2 * draws, ...]``."""

@@ -303,7 +303,7 @@ def test_float32_weight_of_a_new_cluster_is_right_up_to_a_million_rows(
     concentration, name
 ):
     if name == "flat":
-        extra = dist.DiscreteUniform(0, 127)
+        extra = dist.DiscreteUniform(0, 159)
 
         def log_p(j):
             return 0.0
@@ -404,17 +404,15 @@ def test_finite_law_is_pitman_yor_of_a_negative_discount():
 
 
 LARGE_COUNTS = {
-    "one_cluster": [10**6],
     "one_large_many_single": [10**6 - 99] + [1] * 99,
-    "ten_equal": [10**5] * 10,
     "powers": [2**k for k in range(20)],
     "single": [1] * 100,
 }
 
 
 @pytest.mark.parametrize("counts", LARGE_COUNTS.values(), ids=LARGE_COUNTS.keys())
-@pytest.mark.parametrize("concentration", [1e-4, 1.0, 1e6])
-@pytest.mark.parametrize("kind", [100, 10**6, "geometric"])
+@pytest.mark.parametrize("concentration", [1e-4, 1e6])
+@pytest.mark.parametrize("kind", [100, "geometric"])
 def test_float32_keeps_its_accuracy_at_large_counts(counts, concentration, kind):
     g = float32(concentration)
     if isinstance(kind, int):

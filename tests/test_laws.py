@@ -19,12 +19,14 @@ def example(values, *, by_row=None, **hyper):
     return ConjugateExample(hyper, np.array(values), by_row or {})
 
 
-def normal(make, extra=lambda x: x):
+def normal(make, extra=np.array, far=1e5):
     """Of the forms of a normal with a location; `make` writes the hyperparameters."""
     return [
         example(extra([0.3, -1.2, 2.5, 0.0, 0.31, 0.3]), **make(0.5, 0.4, 2.0, 1.5)),
         example(extra([2.0, 2.0, 2.0, -3.0]), **make(1.0, 30.0, 40.0, 50.0)),
-        example(extra([-4.0, -4.5]), **make(-4.0, 0.01, 0.6, 0.02)),
+        example(
+            extra(far + np.array([-4.0, -4.5])), **make(far - 4.0, 0.01, 0.6, 0.02)
+        ),
     ]
 
 
@@ -42,11 +44,9 @@ def known_scale(mean, kappa, shape, rate):
     return {"mean": mean, "scale0": scale / np.sqrt(kappa), "scale": scale}
 
 
-# Far from its origin, for its own arithmetic.
-FAR = example([1e5 + 1.0, 1e5 - 2.0, 1e5 + 0.5], **mean_and_variance(1e5, 0.1, 2.0, 1))
 NORMAL = normal(mean_and_variance)
 LOG_NORMAL = [
-    *normal(mean_and_variance, np.exp)[:2],
+    *normal(mean_and_variance, np.exp, 0.0)[:2],
     example(np.exp([-4.0, -4.5]), **mean_and_variance(-4.0, 0.1, 3.0, 0.02)),
 ]
 CODES = [
@@ -88,6 +88,7 @@ RUNS = [
         ([0, 1], 0.8, 0.05),
     )
 ]
+# NB: from x = 7 on NumPyro's density is off by 1e-6, that is, JAX's `betaln` is.
 REPEATS = [
     example(x, concentration1=a, concentration0=b, total_count=n)
     for x, a, b, n in (
@@ -141,8 +142,8 @@ def mean_and_matrix(name):
 
 
 EXAMPLES = {
-    "NormalInverseGamma": [*NORMAL, FAR],
-    "NormalGamma": [*NORMAL, FAR],
+    "NormalInverseGamma": NORMAL,
+    "NormalGamma": NORMAL,
     "NormalKnownMean": normal(known_mean),
     "NormalKnownScale": normal(known_scale),
     "NormalKnownScaleByRow": [
@@ -157,10 +158,10 @@ EXAMPLES = {
     "LogNormalInverseGamma": LOG_NORMAL,
     "LogNormalGamma": LOG_NORMAL,
     "LogNormalKnownMean": [
-        *normal(known_mean, np.exp)[:2],
+        *normal(known_mean, np.exp, 0.0)[:2],
         example(np.exp([-4.0, -4.5]), loc=-4.0, shape=3.0, rate=0.02),
     ],
-    "LogNormalKnownScale": normal(known_scale, np.exp),
+    "LogNormalKnownScale": normal(known_scale, np.exp, 0.0),
     "DirichletCategorical": CODES,
     "DirichletCategoricalLogits": CODES,
     "DirichletMultinomial": MULTINOMIAL,
@@ -201,4 +202,5 @@ def test_every_pair_has_examples():
 @pytest.mark.parametrize("law", CONJUGATE_LAWS)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: type(pair).__name__)
 def test_law(pair, law):
-    check_conjugate(pair, EXAMPLES[type(pair).__name__], laws=[law])
+    examples = EXAMPLES[type(pair).__name__]
+    check_conjugate(pair, examples, laws=[law], num_moves=30_000)
