@@ -1023,7 +1023,8 @@ def _monte_carlo(case: _Examples) -> Iterator[_Finding]:
         ratios.append(np.exp(total - marginal))
     ratio = np.concatenate(ratios, 1)
     error = ratio.std(1) / np.sqrt(ratio.shape[1])
-    z = np.abs(ratio.mean(1) - 1) / np.where(num > 0, error, 1)
+    with np.errstate(divide="ignore"):
+        z = np.abs(ratio.mean(1) - 1) / np.where(num > 0, error, 1)
     what = "z of the mean likelihood under the prior"
     yield what, z.T, np.where(num > 0, _MAX_Z, np.inf)[:, None]
 

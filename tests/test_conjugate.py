@@ -240,29 +240,30 @@ def test_normal_statistics_accumulate_in_float32(offset):
 def test_categorical_block_in_float32_is_that_in_float64():
     # Scores to 1e-5 nats a feature at counts up to 10^6; the log marginal to 1e-6 of
     # the gamma functions that it is made of.
-    block = count_block()
     rng = np.random.default_rng(0)
     codes = np.concatenate([np.reshape(x[0], -1) for x in CODES])
+    cardinality = count_block().cardinality
 
-    @jax.jit
     def appraise(stat):
+        block = count_block()
         hyper = [{"concentration": jnp.asarray(c, float)} for c in CONCENTRATIONS]
         packed = block.pack(hyper)
-        x, zero = Codes(codes + block.offset, None), jnp.int32(0)
+        index = jnp.asarray(codes + block.offset, jnp.int32)
+        x, zero = Codes(index, None), jnp.int32(0)
         taken = block.take(packed, stat, x, zero, jnp.asarray(False))
         score = block.score(packed, stat, block.tables(packed, stat), taken, x)
         return score, block.log_marginal(packed, stat)
 
     for n in COUNTS:
         counts = np.concatenate(
-            [rng.multinomial(n, np.ones(c) / c, size=2).T for c in block.cardinality]
+            [rng.multinomial(n, np.ones(c) / c, size=2).T for c in cardinality]
         )
         out = []
         for wide in (False, True):
             with jax.enable_x64(wide):
                 stat = Counts(np.int32(counts), np.full(2, n, np.int32))
-                out.append(jax.tree.map(np.asarray, appraise(stat)))
-        num_features = len(block.cardinality)
+                out.append(jax.tree.map(np.asarray, jax.jit(appraise)(stat)))
+        num_features = len(cardinality)
         assert np.abs(out[0][0] - out[1][0]).max() < 1e-5 * num_features, n
         size = num_features * 2 * n * np.log(n + 3) + 10
         assert np.abs(out[0][1] - out[1][1]).max() < 1e-6 * size, n
@@ -559,7 +560,7 @@ def assert_in_step(kind, z, moved, rebuilt, drift):
 @pytest.mark.slow
 @by_kind
 def test_tables_and_statistics_stay_in_step_over_3e5_moves(kind):
-    # A cluster that is never emptied for long; 10^5 moves are in `test_laws.py`.
+    # Of clusters that are never emptied for long; fewer moves are in `test_laws.py`.
     z, moved, rebuilt = walk(
         random.key(2), kind=kind, num_rows=NUM_ROWS, num_clusters=3, num_moves=300_000
     )

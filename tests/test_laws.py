@@ -19,14 +19,16 @@ def example(values, *, by_row=None, **hyper):
     return ConjugateExample(hyper, np.array(values), by_row or {})
 
 
-def normal(make, extra=np.array, far=1e5):
-    """Of the forms of a normal with a location; `make` writes the hyperparameters."""
+def normal(make, extra=np.array, far=1e5, away=400.0):
+    """
+    Of the forms of a normal with a location; `make` writes the hyperparameters. The
+    last lies far from zero, and also from its prior mean beside the values' spread.
+    """
+    x, mean = far + np.array([-4.0, -4.5]), far - 4.0 - away
     return [
         example(extra([0.3, -1.2, 2.5, 0.0, 0.31, 0.3]), **make(0.5, 0.4, 2.0, 1.5)),
         example(extra([2.0, 2.0, 2.0, -3.0]), **make(1.0, 30.0, 40.0, 50.0)),
-        example(
-            extra(far + np.array([-4.0, -4.5])), **make(far - 4.0, 0.01, 0.6, 0.02)
-        ),
+        example(extra(x), **make(mean, 1e-5 if away else 0.01, 0.6, 0.02)),
     ]
 
 
@@ -46,7 +48,7 @@ def known_scale(mean, kappa, shape, rate):
 
 NORMAL = normal(mean_and_variance)
 LOG_NORMAL = [
-    *normal(mean_and_variance, np.exp, 0.0)[:2],
+    *normal(mean_and_variance, np.exp, 0.0, 0.0)[:2],
     example(np.exp([-4.0, -4.5]), **mean_and_variance(-4.0, 0.1, 3.0, 0.02)),
 ]
 CODES = [
@@ -158,10 +160,10 @@ EXAMPLES = {
     "LogNormalInverseGamma": LOG_NORMAL,
     "LogNormalGamma": LOG_NORMAL,
     "LogNormalKnownMean": [
-        *normal(known_mean, np.exp, 0.0)[:2],
+        *normal(known_mean, np.exp, 0.0, 0.0)[:2],
         example(np.exp([-4.0, -4.5]), loc=-4.0, shape=3.0, rate=0.02),
     ],
-    "LogNormalKnownScale": normal(known_scale, np.exp, 0.0),
+    "LogNormalKnownScale": normal(known_scale, np.exp, 0.0, 0.0),
     "DirichletCategorical": CODES,
     "DirichletCategoricalLogits": CODES,
     "DirichletMultinomial": MULTINOMIAL,

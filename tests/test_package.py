@@ -28,9 +28,12 @@ def python(code):
 
 def test_public_names_are_these():
     assert numpyro_subanneal.__all__ == [
+        "AbstractConjugatePair",
         "AbstractSchedule",
         "ChineseRestaurantProcess",
+        "FiniteDirichletMixture",
         "LinearSchedule",
+        "MixtureOfFiniteMixtures",
         "NotRecognised",
         "PitmanYorProcess",
         "PriorGibbs",
@@ -38,6 +41,7 @@ def test_public_names_are_these():
         "SubsampleAnnealedGibbs",
         "SubsampleAnnealedGibbsState",
         "explain",
+        "register_conjugate",
     ]
     for name in numpyro_subanneal.__all__:
         assert hasattr(numpyro_subanneal, name)
