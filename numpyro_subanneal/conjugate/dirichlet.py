@@ -360,7 +360,8 @@ class CountBlock(AbstractBlock):
     @cached_property
     def feature(self) -> np.ndarray:
         """Feature of each category."""
-        return np.repeat(np.arange(len(self.cardinality)), self.cardinality)
+        index = np.arange(len(self.cardinality), dtype=np.int32)
+        return np.repeat(index, self.cardinality)
 
     def pack(self, hyper):
         dtype = jnp.result_type(float)
