@@ -160,6 +160,25 @@ class Recorded:
         expanded(x)
 
 
+def gamma_precision(x):
+    z = crp(x)
+    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0).expand([K]))
+    loc = numpyro.sample("loc", dist.Normal(0.0, 1 / jnp.sqrt(tau * 0.1)))
+    numpyro.sample("x", dist.Normal(loc[z], 1 / jnp.sqrt(tau[z])), obs=x)
+
+
+def poisson_gamma(x):
+    z = crp(x)
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0).expand([K]))
+    numpyro.sample("x", dist.Poisson(rate[z]), obs=x)
+
+
+def categories_by_logits(x):
+    z = crp(x)
+    p = numpyro.sample("probs", dist.Dirichlet(jnp.ones(3)).expand([K]))
+    numpyro.sample("x", dist.Categorical(logits=jnp.log(p[z])), obs=x)
+
+
 ACCEPTED = {
     "plates": (in_plates, X2),
     "to_event": (to_event, X2),
@@ -189,6 +208,9 @@ ACCEPTED = {
     "more clusters than rows": (one_column(num_clusters=50), X1),
     "concentration as arrays": (pitman_yor_with_arrays, X1),
     "callable object": (Recorded(), X2),
+    "precision": (gamma_precision, X1),
+    "counts": (poisson_gamma, CODES),
+    "logits": (categories_by_logits, CODES),
 }
 
 
@@ -346,29 +368,10 @@ def with_factor(x):
     numpyro.factor("penalty", -(z == 0).sum().astype(float))
 
 
-def gamma_precision(x):
-    z = crp(x)
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0).expand([K]))
-    loc = numpyro.sample("loc", dist.Normal(0.0, 1 / jnp.sqrt(tau * 0.1)))
-    numpyro.sample("x", dist.Normal(loc[z], 1 / jnp.sqrt(tau[z])), obs=x)
-
-
 def poisson_lognormal(x):
     z = crp(x)
     rate = numpyro.sample("rate", dist.LogNormal(0.0, 1.0).expand([K]))
     numpyro.sample("x", dist.Poisson(rate[z]), obs=x)
-
-
-def poisson_gamma(x):
-    z = crp(x)
-    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0).expand([K]))
-    numpyro.sample("x", dist.Poisson(rate[z]), obs=x)
-
-
-def categories_by_logits(x):
-    z = crp(x)
-    p = numpyro.sample("probs", dist.Dirichlet(jnp.ones(3)).expand([K]))
-    numpyro.sample("x", dist.Categorical(logits=jnp.log(p[z])), obs=x)
 
 
 def tempered_categories(x):
@@ -623,17 +626,6 @@ REFUSED = {
         (CODES,),
         ["'x'", "Poisson", "'rate'", "LogNormal", "egistered"],
     ),
-    "Poisson and Gamma": (
-        poisson_gamma,
-        (CODES,),
-        ["'x'", "Poisson", "'rate'", "Gamma", "egistered"],
-    ),
-    "Normal with a Gamma precision": (
-        gamma_precision,
-        (X1,),
-        ["'x'", "Normal", "'tau'", "Gamma", "(InverseGamma, Normal)-Normal"],
-    ),
-    "logits": (categories_by_logits, (CODES,), ["'x'", "Categorical", "probs"]),
     # Other sites.
     "shared cluster site": (shared_loc, (X1, X1), ["'loc'", "'x'", "'y'", "own"]),
     "latent mean": (latent_mean, (X1,), ["'mean'", "constants", "condition"]),
