@@ -208,10 +208,19 @@ ACCEPTED = {
     "more clusters than rows": (one_column(num_clusters=50), X1),
     "concentration as arrays": (pitman_yor_with_arrays, X1),
     "callable object": (Recorded(), X2),
-    "precision": (gamma_precision, X1),
-    "counts": (poisson_gamma, CODES),
-    "logits": (categories_by_logits, CODES),
 }
+
+
+@pytest.mark.parametrize(
+    "model, x, sites",
+    [
+        (gamma_precision, X1, {"tau", "loc"}),
+        (poisson_gamma, CODES, {"rate"}),
+        (categories_by_logits, CODES, {"probs"}),
+    ],
+)
+def test_other_pairs_are_accepted(model, x, sites):
+    assert set(planning.recognise(model, (x,), {}).cluster_sites) == sites
 
 
 @pytest.mark.parametrize("model, x", ACCEPTED.values(), ids=ACCEPTED.keys())
