@@ -13,15 +13,16 @@ import pickle
 import time
 
 import jax
+from jax import random
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 import scipy.special
 import scipy.stats
-from jax import random
+
+import numpyro
 from numpyro import handlers
+import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.infer import Predictive
 from numpyro.infer.inspect import get_dependencies, get_model_relations

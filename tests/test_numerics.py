@@ -279,7 +279,8 @@ def long_step():
 def assert_statistics(carried, anew, scale):
     """Statistics of values up to `scale`, to what float32 has of them."""
     np.testing.assert_array_equal(carried.counts, anew.counts)
-    (got,), (expected,) = carried.stats, anew.stats
+    # One block; its statistics are one array [statistics, columns, clusters].
+    ((got,),), ((expected,),) = carried.stats, anew.stats
     count, mean, square = expected
     eps = np.finfo(np.float32).eps
     np.testing.assert_array_equal(got[0], count)

@@ -61,7 +61,8 @@ def test_importing_computes_nothing():
 
 
 def test_models_install_inside_the_package(tmp_path):
-    # A wheel, as an ordinary install has it; the tests themselves run in an editable one.
+    # A wheel, as an ordinary install has it; the tests themselves run in an editable
+    # one.
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
         + ["-w", str(tmp_path), str(ROOT)],
