@@ -258,7 +258,7 @@ def test_partitions_follow_the_enumerated_posterior(run):
 @parametrize_runs
 def test_draws_are_nearly_independent(run):
     # What the tests of fit suppose. The chains are independent; within a chain the
-    # correlation at lag 1 of kept draws is at most 0.01, with a standard error of 0.007.
+    # correlation at lag 1 of kept draws is at most 0.01 (standard error 0.007).
     # False alarm: below 0.5 % a statistic.
     draws, fields, _ = sampled(*run)
     together = draws["z"][..., 0] == draws["z"][..., 1]
