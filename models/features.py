@@ -44,7 +44,7 @@ def real_features(
 
     with :math:`m_d` the mean of the column and :math:`b_d` the *rate* (of the inverse
     gamma over variances) for which the prior predictive of a new cluster, a Student t
-    with :math:`2a` degrees of freedom (Murphy, 2007, Eq. 110), has the variance
+    with :math:`2a` degrees of freedom (Murphy, 2007, Eq. 100), has the variance
     :math:`s_d^2` of the column: :math:`b_d = s_d^2 (a - 1) \kappa / (\kappa + 1)`.
     So the variance within a cluster has the prior mean
     :math:`s_d^2 \kappa / (\kappa + 1)`. A column without variance counts as one of

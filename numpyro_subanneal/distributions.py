@@ -170,6 +170,18 @@ class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
         """
 
     @abstractmethod
+    def log_eppf_of_parameters(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        """
+        :meth:`log_eppf` less what depends on the cluster sizes alone: a few units,
+        however many rows there are, so that differences between parameters keep their
+        digits.
+
+        :param counts: as of :meth:`log_eppf`.
+        :param int axis: the axis of the clusters.
+        :return: natural logs, the shape that :meth:`log_eppf` gives.
+        """
+
+    @abstractmethod
     def log_prob(self, value: ArrayLike) -> jax.Array:
         """
         Log of the probability of the partition of the assigned rows.
@@ -295,6 +307,11 @@ class PitmanYorProcess(PartitionDistribution):
     def log_eppf(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
         return _log_eppf(counts, self.concentration, self.discount, axis=axis)
 
+    def log_eppf_of_parameters(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        return _log_eppf(
+            counts, self.concentration, self.discount, axis=axis, relative=True
+        )
+
     def sample(
         self, key: jax.Array | None, sample_shape: tuple[int, ...] = ()
     ) -> jax.Array:
@@ -321,7 +338,8 @@ class ChineseRestaurantProcess(PartitionDistribution):
     Partition of ``size`` rows under the Dirichlet process.
 
     With :math:`\alpha` the concentration, a partition into :math:`K` clusters of sizes
-    :math:`n_1, \dots, n_K` that sum to :math:`N` has probability (Ewens, 1972)
+    :math:`n_1, \dots, n_K` that sum to :math:`N` has probability (equivalent to
+    the sampling formula of Ewens, 1972)
 
     .. math::
 
@@ -394,6 +412,9 @@ class ChineseRestaurantProcess(PartitionDistribution):
     def log_eppf(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
         return _log_eppf(counts, self.concentration, 0.0, axis=axis)
 
+    def log_eppf_of_parameters(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        return _log_eppf(counts, self.concentration, 0.0, axis=axis, relative=True)
+
     def sample(
         self, key: jax.Array | None, sample_shape: tuple[int, ...] = ()
     ) -> jax.Array:
@@ -423,7 +444,7 @@ class FiniteDirichletMixture(PartitionDistribution):
     weights are symmetric Dirichlet(:math:`\gamma, \dots, \gamma`) and each row takes a
     component by them. A partition into :math:`t \le K` clusters of sizes
     :math:`n_1, \dots, n_t` that sum to :math:`N` has probability (Pitman, 2006,
-    Equation 2.18; Green and Richardson, 2001, Equation 3)
+    Section 3.2, the case of negative discount; Green and Richardson, 2001)
 
     .. math::
 
@@ -506,6 +527,15 @@ class FiniteDirichletMixture(PartitionDistribution):
             counts, *self._two_parameters(), self.num_components, axis=axis
         )
 
+    def log_eppf_of_parameters(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        return _log_eppf(
+            counts,
+            *self._two_parameters(),
+            self.num_components,
+            axis=axis,
+            relative=True,
+        )
+
     def sample(
         self, key: jax.Array | None, sample_shape: tuple[int, ...] = ()
     ) -> jax.Array:
@@ -557,12 +587,14 @@ class MixtureOfFiniteMixtures(PartitionDistribution):
     where :math:`x^{(m)} = x (x + 1) \cdots (x + m - 1)` and
     :math:`x_{(m)} = x (x - 1) \cdots (x - m + 1)`.
 
-    Row by row (ibid., Equation 3.6): with :math:`n` rows in :math:`t` clusters, the
-    next one joins a cluster of :math:`n_j` rows with a weight of :math:`n_j + \gamma`,
+    Row by row (ibid., restaurant process): with :math:`n` rows in :math:`t` clusters,
+    the next one joins a cluster of :math:`n_j` rows with a weight of
+    :math:`n_j + \gamma`,
     and opens a new one with :math:`\gamma V_{n+1}(t + 1) / V_{n+1}(t)`: that is
     :math:`\gamma` times the mean number of components that are empty, under
-    :math:`p(k) \propto k_{(t)} / (\gamma k)^{(n+1)} p_K(k)`. Clusters are fewer than
-    components; their number tends to that of the components as rows are added.
+    :math:`p(k) \propto k_{(t)} / (\gamma k)^{(n+1)} p_K(k)`. Clusters are never
+    more than components; their number tends to that of the components as rows are
+    added.
 
     :param concentration: :math:`\gamma > 0`, of each component.
     :param extra_components: NumPyro distribution of :math:`K - 1` over 0, 1, 2, ...,
@@ -673,6 +705,11 @@ class MixtureOfFiniteMixtures(PartitionDistribution):
 
     def log_eppf(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
         return _log_eppf_mixed(counts, self.concentration, self._log_probs(), axis=axis)
+
+    def log_eppf_of_parameters(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
+        return _log_eppf_mixed(
+            counts, self.concentration, self._log_probs(), axis=axis, relative=True
+        )
 
     def sample(
         self, key: jax.Array | None, sample_shape: tuple[int, ...] = ()
@@ -895,7 +932,7 @@ def _stirling_series(x: jax.Array) -> jax.Array:
     return series * inverse
 
 
-@partial(jax.jit, static_argnames=("axis",))
+@partial(jax.jit, static_argnames=("axis", "relative"))
 def _log_eppf(
     counts: ArrayLike,
     concentration: ArrayLike,
@@ -903,6 +940,7 @@ def _log_eppf(
     num_components: ArrayLike | None = None,
     *,
     axis: int = -1,
+    relative: bool = False,
 ) -> jax.Array:
     """
     Two-parameter EPPF from cluster sizes; see :class:`PitmanYorProcess`.
@@ -951,7 +989,19 @@ def _log_eppf(
         remainder = _stirling_remainder(start + length) - _stirling_remainder(start)
         return (start - 0.5) * jnp.log1p(length / start) + remainder
 
-    log_old = (m * _log_ratio(a + m, b + rest, gap) + log_rising(a, m)).sum(-1)
+    def of_parameters(start, length):
+        # length log(1 + start / length), whose counterpart is in `log_rising`.
+        some = length > 0
+        return jnp.where(
+            some, length * jnp.log1p(start / jnp.where(some, length, 1)), 0
+        )
+
+    if relative:
+        # Over the log of prod_k m_k^m_k / rest^rest.
+        log_old = (of_parameters(a, m) + log_rising(a, m)).sum(-1)
+        log_old = log_old - of_parameters(b, rest)[..., 0]
+    else:
+        log_old = (m * _log_ratio(a + m, b + rest, gap) + log_rising(a, m)).sum(-1)
     log_eppf = log_new + log_old - log_rising(b, rest)[..., 0]
     if num_components is None:
         return log_eppf
@@ -1271,15 +1321,22 @@ def _log_mixed(
     return jnp.where(num_rows > 1, log_mixed, 0.0)
 
 
-@partial(jax.jit, static_argnames=("axis",))
+@partial(jax.jit, static_argnames=("axis", "relative"))
 def _log_eppf_mixed(
-    counts: ArrayLike, concentration: ArrayLike, log_probs: jax.Array, *, axis: int = -1
+    counts: ArrayLike,
+    concentration: ArrayLike,
+    log_probs: jax.Array,
+    *,
+    axis: int = -1,
+    relative: bool = False,
 ) -> jax.Array:
     concentration, log_probs = _float_parameters(concentration, log_probs)
     counts = jnp.moveaxis(jnp.asarray(counts), axis, -1)
     num_clusters = (counts > 0).sum(-1)
     t = jnp.maximum(num_clusters, 1)
-    log_finite = _log_eppf(counts, t * concentration, -concentration, t)
+    log_finite = _log_eppf(
+        counts, t * concentration, -concentration, t, relative=relative
+    )
     log_mixed = _log_mixed(num_clusters, counts.sum(-1), concentration, log_probs)
     return log_finite + log_mixed
 

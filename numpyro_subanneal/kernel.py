@@ -3,7 +3,8 @@
 
 """The NumPyro kernel: an adapter between `MCMC`, a plan and the moves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import copy
 from functools import partial
 from typing import Any, NamedTuple
 import warnings
@@ -14,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro import handlers
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.util import unconstrain_fn
 from numpyro.util import identity, is_prng_key
 
+from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading, rows
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
@@ -31,8 +35,8 @@ class SubsampleAnnealedGibbsState(NamedTuple):
       subsample are -1. Cluster parameters are drawn given the assignments; those of
       empty clusters from their prior.
     - **i** - iteration; below the number of warm-up steps the chain anneals.
-    - **log_joint** - log probability of the partition and of the rows in the subsample,
-      cluster parameters integrated out, in nats.
+    - **log_joint** - log probability of the hyperparameters, of the partition and of
+      the rows in the subsample, cluster parameters integrated out, in nats.
     - **num_clusters** - number of occupied clusters.
     - **subsample_size** - number of rows in the subsample.
     - **capacity_reached** - number of moves so far in which a row could not have opened
@@ -41,6 +45,8 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
       in each warm-up step. Carried so that a state goes on where it was, whatever
       `MCMC` it is given to.
+    - **hyper_state** - state of the kernel that samples continuous hyperparameters, if
+      one was given, else None.
     - **rng_key** - random number generator key.
     """
 
@@ -53,6 +59,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     order: Array
     added: Array
     churned: Array
+    hyper_state: Any
     rng_key: Array
 
 
@@ -68,7 +75,13 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     parameters out, and samples the partition; the parameters are drawn afterwards, in
     the same step.
 
-    During the warm-up Gibbs sampling runs on a churning subsample that grows to all
+    Every other latent site is a hyperparameter. They are sampled given the assignments,
+    cluster parameters integrated out, whenever as many rows have moved as the current
+    subsample holds, so once a sweep in the end: those of finite support
+    (:class:`~numpyro_subanneal.grid.Grid`, `Categorical`, ...) by enumeration, the
+    others by slice sampling of each, or by the kernel `hyper_kernel`.
+
+    During the warm-up Gibbs moves run on a churning subsample that grows to all
     rows, as its `schedule` says; every later step is one exact sweep, N random-scan
     moves over all N rows. Warm-up draws are not posterior draws. With
     ``num_warmup=0`` the chain starts from a draw of the partition's prior, or from
@@ -84,6 +97,14 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     :param AbstractSchedule schedule: how the subsample grows during the warm-up;
         defaults to :class:`~numpyro_subanneal.schedule.LinearSchedule`, which churns
         `num_warmup` rows for each row that it adds.
+    :param hyper_kernel: makes a kernel for all continuous hyperparameters together, out
+        of a NumPyro model: for example :class:`~numpyro.infer.hmc.NUTS`, with options
+        ``partial(NUTS, dense_mass=True)``. It adapts during the warm-up only.
+    :param joint: groups of names of hyperparameters of finite support and the same
+        shape that are enumerated together, in every combination of their values, such
+        as ``[("concentration", "discount")]``.
+    :param int num_hyper_updates: how often the hyperparameters are updated at each
+        turnover of the subsample; the paper's is 1.
     :raises NotRecognised: by :meth:`init`, before anything is compiled, if the model or
         the data cannot be sampled; :func:`~numpyro_subanneal.plan.explain` shows how a
         model is read.
@@ -124,7 +145,13 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     """
 
     def __init__(
-        self, model: Callable[..., Any], schedule: AbstractSchedule | None = None
+        self,
+        model: Callable[..., Any],
+        schedule: AbstractSchedule | None = None,
+        *,
+        hyper_kernel: Callable[[Callable], MCMCKernel] | None = None,
+        joint: Sequence[Sequence[str]] = (),
+        num_hyper_updates: int = 1,
     ):
         if not callable(model):
             raise ValueError(
@@ -137,13 +164,35 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 "`schedule` must be an instance of a schedule class, such as "
                 f"`LinearSchedule()`, got {schedule!r}."
             )
+        if hyper_kernel is not None and not callable(hyper_kernel):
+            raise ValueError(
+                "`hyper_kernel` must be a kernel class, such as `NUTS`, or a function "
+                f"that makes a kernel out of a model, got {hyper_kernel!r}."
+            )
+        if isinstance(joint, str) or any(isinstance(group, str) for group in joint):
+            raise ValueError(
+                "`joint` must be a list of groups of names, such as "
+                f"`[('concentration', 'discount')]`, got {joint!r}."
+            )
+        if (
+            isinstance(num_hyper_updates, bool)
+            or not isinstance(num_hyper_updates, int | np.integer)
+            or num_hyper_updates < 1
+        ):
+            raise ValueError(
+                "`num_hyper_updates` must be a positive integer, got "
+                f"{num_hyper_updates!r}."
+            )
         self._model = model
         self._schedule = schedule
+        self._hyper_kernel = hyper_kernel
+        self._joint = tuple(tuple(group) for group in joint)
+        self._num_hyper_updates = int(num_hyper_updates)
         # What `init` finds out; the closures among it are not pickled.
         self._plan: reading.Plan | None = None
         self._read_for: tuple | None = None
-        self._arrays: list | None = None
-        self._init_fn: Callable | None = None
+        self._hyper: MCMCKernel | None = None
+        self._num_hyper_warmup = 0
         self._sample_fn: Callable | None = None
         self._warned = False
 
@@ -212,47 +261,112 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
         return add_deterministic
 
+    # --- as a block of a composite kernel ---------------------------------------------
+
+    def wrap_model(self, wrapper):
+        kernel = copy.copy(self)
+        kernel._model = wrapper(self._model)
+        kernel._plan = kernel._read_for = kernel._hyper = kernel._sample_fn = None
+        return kernel
+
+    def refresh(self, state, model_args, model_kwargs):
+        # Statistics are made anew at every step; nothing of the old values is kept.
+        return state
+
+    def get_constrain_fn(self, model_args, model_kwargs):
+        return identity
+
     # --- init ----------------------------------------------------------------------
 
     def init(self, rng_key, num_warmup, init_params, model_args, model_kwargs):
         model_kwargs = {} if model_kwargs is None else model_kwargs
         self._recognise(model_args, model_kwargs)
+        self._check_joint()
         steps = self._schedule.checked_steps(self._plan.num_rows, num_warmup)
         batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
-        z = self._check_init_params(init_params, num_warmup, batch_shape)
-        init_fn = self._init_fn
+        composite = GIBBS_SITES_KWARG in model_kwargs
+        given = self._check_init_params(init_params, num_warmup, batch_shape, composite)
+        rebuild, arrays = reading.with_array_arguments(model_args, model_kwargs)
+        self._hyper = self._make_hyper_kernel()
+        # It should be adapted to all rows, but have done so when the warm-up ends.
+        first_size = self._plan.num_rows if self._schedule.starts_full else 0
+        updates = steps.num_turnovers(first_size) * self._num_hyper_updates
+        self._num_hyper_warmup = int(0.95 * updates)
+        init_fn = jax.jit(partial(self._init_one, rebuild, composite))
         if not is_prng_key(rng_key):
             init_fn = jax.vmap(init_fn, in_axes=(0, 0, None, None))
         self._sample_fn = self._sample_one
         self._warned = False
-        return init_fn(rng_key, z, steps, self._arrays)
+        return init_fn(rng_key, given, steps, arrays)
 
     def _recognise(self, args, kwargs) -> None:
-        # Chains run in sequence call `init` each, with the same arguments.
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        # Chains run in sequence call `init` each, with the same arguments. What other
+        # kernels of a composite sample does not matter.
+        data = {k: v for k, v in kwargs.items() if k != GIBBS_SITES_KWARG}
+        siblings = tuple(kwargs.get(GIBBS_SITES_KWARG, ()))
+        leaves, treedef = jax.tree.flatten((args, data))
         if self._read_for is not None:
-            known_leaves, known_treedef = self._read_for
+            known_leaves, *known = self._read_for
             if (
-                treedef == known_treedef
+                [treedef, siblings] == known
                 and len(leaves) == len(known_leaves)
                 and all(a is b for a, b in zip(leaves, known_leaves, strict=True))
             ):
                 return
         self._plan = planning.recognise(self._model, args, kwargs)
-        self._read_for = leaves, treedef
-        rebuild, self._arrays = reading.with_array_arguments(args, kwargs)
-        self._init_fn = jax.jit(partial(self._init_one, rebuild))
+        self._read_for = leaves, treedef, siblings
 
-    def _check_init_params(self, init_params, num_warmup, batch_shape):
-        """The initial assignments, if given."""
-        if init_params is None:
+    def _check_joint(self) -> None:
+        sites = {site.name: site for site in self._plan.hyper}
+        for group in self._joint:
+            for name in group:
+                if name not in sites or not sites[name].finite:
+                    raise ValueError(
+                        f"`joint` names '{name}', which is not a hyperparameter of "
+                        "finite support; those are "
+                        f"{[n for n, site in sites.items() if site.finite]}."
+                    )
+        named = [name for group in self._joint for name in group]
+        twice = sorted({name for name in named if named.count(name) > 1})
+        if twice:
+            raise ValueError(f"`joint` names {twice} more than once.")
+
+    def _make_hyper_kernel(self) -> MCMCKernel | None:
+        if self._hyper_kernel is None:
             return None
+        if all(site.finite for site in self._plan.hyper):
+            raise ValueError(
+                "`hyper_kernel` was given, but the model has no continuous "
+                "hyperparameters."
+            )
+        kernel = self._hyper_kernel(
+            hyper_moves.collapsed_model(self._plan, self._model)
+        )
+        if not isinstance(kernel, MCMCKernel):
+            raise ValueError(
+                "`hyper_kernel` must make a kernel out of a model, such as `NUTS` "
+                f"does; it made {kernel!r}."
+            )
+        if type(kernel).refresh is MCMCKernel.refresh:
+            raise ValueError(
+                f"{type(kernel).__name__} does not implement `refresh`, so that it "
+                "cannot sample hyperparameters while the assignments move."
+            )
+        return kernel
+
+    def _check_init_params(self, init_params, num_warmup, batch_shape, composite):
+        """The initial values of the sites that are given."""
+        if init_params is None:
+            return {}
         plan = self._plan
         partition = plan.partition.name
-        if not isinstance(init_params, dict) or partition not in init_params:
+        hyper = {site.name for site in plan.hyper}
+        if not isinstance(init_params, dict) or not (
+            {partition, *hyper} & set(init_params)
+        ):
             raise ValueError(
                 "`init_params` must be a dict with the assignments of partition site "
-                f"'{partition}'."
+                f"'{partition}'" + (f" or values of {sorted(hyper)}." if hyper else ".")
             )
         unknown = set(init_params) - set(plan.sampled)
         if unknown:
@@ -260,6 +374,13 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 f"`init_params` has values for {sorted(unknown)}, which are not latent "
                 "sites of the model."
             )
+        given = {
+            name: jnp.asarray(value)
+            for name, value in init_params.items()
+            if name in hyper
+        }
+        if partition not in init_params:
+            return given
         z = init_params[partition]
         name = f"Initial assignments of partition site '{partition}'"
         if not isinstance(z, np.ndarray | np.generic | jax.Array):
@@ -272,7 +393,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
         if not jnp.issubdtype(z.dtype, jnp.integer):
             raise ValueError(f"{name} have dtype {z.dtype}; they must be integers.")
-        if not isinstance(z, jax.core.Tracer):
+        # In a composite they are a draw of the prior, if they were not given.
+        if not composite and not isinstance(z, jax.core.Tracer):
             least = 0 if num_warmup == 0 else -1
             labels = np.asarray(z)
             bad = (labels < least) | (labels >= plan.capacity)
@@ -282,42 +404,66 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                     f"{least}..{plan.capacity - 1} (the capacity is {plan.capacity}"
                     + (", and -1 is a row that is not in yet)." if least else ").")
                 )
-        return jnp.asarray(z, jnp.int32)
+        return {**given, partition: jnp.asarray(z, jnp.int32)}
 
-    def _init_one(self, rebuild, rng_key, z, steps, arrays):
+    def _init_one(self, rebuild, composite, rng_key, given, steps, arrays):
         plan = self._plan
-        rng_key, key_partition = random.split(rng_key)
-        prior, components, theta = reading.read(plan, self._model, *rebuild(arrays))
-        zero = jnp.zeros((), jnp.int32)
-        state = SubsampleAnnealedGibbsState(
-            z={plan.partition.name: jnp.full(plan.num_rows, -1, jnp.int32), **theta},
-            i=zero,
-            log_joint=jnp.zeros((), jnp.result_type(float)),
-            num_clusters=zero,
-            subsample_size=zero,
-            capacity_reached=zero,
-            order=jnp.arange(plan.num_rows, dtype=jnp.int32),
-            added=jnp.asarray(steps.added),
-            churned=jnp.asarray(steps.churned),
-            rng_key=rng_key,
-        )
-        if z is None:
-            if len(steps.added) > 0 and not self._schedule.starts_full:
-                return state
+        args, kwargs = rebuild(arrays)
+        partition = plan.partition.name
+        rng_key, key_partition, key_values, key_hyper = random.split(rng_key, 4)
+        values = reading.first_values(key_values, plan, self._model, args, kwargs)
+        for name, value in values.items():
+            if name in given:
+                values[name] = jnp.broadcast_to(given[name], value.shape).astype(
+                    value.dtype
+                )
+        prior, components, theta = reading.read(plan, self._model, args, kwargs, values)
+        anneals = len(steps.added) > 0 and not self._schedule.starts_full
+        z = given.get(partition)
+        if z is None and (composite or not anneals):
             z = prior.sample(key_partition).astype(jnp.int32)
+        zero = jnp.zeros((), jnp.int32)
+        nobody = jnp.full(plan.num_rows, -1, jnp.int32)
         # A draw from the prior may have more clusters than can be represented.
-        refused = jnp.sum(z >= plan.capacity, dtype=jnp.int32)
-        z = jnp.where(z < 0, -1, z % plan.capacity)
-        clusters = rows.collect(components, z, plan.capacity)
+        labels = nobody if z is None else jnp.where(z < 0, -1, z % plan.capacity)
+        # A composite gives a draw of the prior for values that it was not given.
+        seated = nobody if composite and anneals else labels
+        clusters = rows.collect(components, seated, plan.capacity)
         if not plan.partition.labelled:
             clusters = rows.relabel(clusters)
-        return state._replace(
-            z={**state.z, plan.partition.name: clusters.z},
-            log_joint=rows.log_joint(prior, components, clusters),
+        size = jnp.sum(seated >= 0, dtype=jnp.int32)
+        hyper_state = None
+        if self._hyper is not None:
+            continuous = {s.name for s in plan.hyper if not s.finite}
+            model_args = self._hyper_args(args, kwargs, components, clusters, values)
+            start = {name: values[name] for name in continuous}
+            hyper_state = self._hyper.init(
+                key_hyper,
+                self._num_hyper_warmup,
+                unconstrain_fn(self._hyper.model, model_args, {}, start),
+                model_args,
+                {},
+            )
+        return SubsampleAnnealedGibbsState(
+            z={
+                **theta,
+                **values,
+                partition: labels if composite and anneals else clusters.z,
+            },
+            i=zero,
+            log_joint=self._log_joint(
+                prior, components, clusters, args, kwargs, values
+            ),
             num_clusters=jnp.sum(clusters.counts > 0, dtype=jnp.int32),
-            subsample_size=jnp.sum(z >= 0, dtype=jnp.int32),
-            capacity_reached=refused,
-            order=jnp.argsort(z < 0, stable=True).astype(jnp.int32),
+            subsample_size=size,
+            capacity_reached=jnp.sum(labels != z, dtype=jnp.int32)
+            if z is not None
+            else zero,
+            order=jnp.argsort(seated < 0, stable=True).astype(jnp.int32),
+            added=jnp.asarray(steps.added),
+            churned=jnp.asarray(steps.churned),
+            hyper_state=hyper_state,
+            rng_key=rng_key,
         )
 
     # --- sample --------------------------------------------------------------------
@@ -337,51 +483,153 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     def _sample_one(self, state, args, kwargs):
         plan = self._plan
+        composite = GIBBS_SITES_KWARG in kwargs
         num_blocks = len(plan.blocks)
-        rng_key, key_moves, key_weights, key_imputed, *keys = random.split(
-            state.rng_key, 4 + num_blocks
+        rng_key, key_moves, key_rest, key_weights, key_imputed, *keys = random.split(
+            state.rng_key, 5 + num_blocks
         )
-        prior, components, _ = reading.read(plan, self._model, args, kwargs)
-        for num_rows in {x.value.shape[0] for c in components for x in c.data}:
+        hyper = {site.name: state.z[site.name] for site in plan.hyper}
+
+        def law(values, like):
+            prior, components, _ = reading.read(
+                plan, self._model, args, kwargs, values[0], like
+            )
+            return prior, components
+
+        self._check_rows(state, args, kwargs, hyper)
+        z = state.z[plan.partition.name]
+        if composite:
+            # There every row has a label, for the others to see.
+            place = (
+                jnp.zeros_like(state.order)
+                .at[state.order]
+                .set(jnp.arange(plan.num_rows, dtype=jnp.int32), unique_indices=True)
+            )
+            z = jnp.where(place < state.subsample_size, z, -1)
+        added, churned = self._moves(state, plan.num_rows)
+        step = rows.run_step(
+            key_moves,
+            law,
+            (hyper, state.hyper_state),
+            z,
+            plan.capacity,
+            Subsample(state.order, state.subsample_size),
+            added,
+            churned,
+            turn=self._turn(state, args, kwargs) if hyper else None,
+        )
+        hyper, hyper_state = step.values
+        prior, components = step.prior, step.components
+        log_joint = self._log_joint(
+            prior, components, step.clusters, args, kwargs, hyper
+        )
+        clusters = step.clusters
+        if composite:
+            clusters = self._assign_rest(key_rest, prior, components, step)
+        if not plan.partition.labelled:
+            clusters = rows.relabel(clusters)
+        draw = dict(hyper)
+        if plan.partition.weights is not None:
+            draw[plan.partition.weights] = prior.draw(key_weights, clusters.counts)
+        draw[plan.partition.name] = clusters.z
+        for c, stats, key in zip(components, clusters.stats, keys, strict=True):
+            draw |= c.block.draw(key, c.hyper, stats)
+        if plan.imputed:
+            draw |= reading.impute(key_imputed, plan, self._model, args, kwargs, draw)
+        return SubsampleAnnealedGibbsState(
+            z=draw,
+            i=state.i + 1,
+            log_joint=log_joint,
+            num_clusters=jnp.sum(step.clusters.counts > 0, dtype=jnp.int32),
+            subsample_size=step.subsample.size,
+            capacity_reached=state.capacity_reached + step.refused,
+            order=step.subsample.order,
+            added=state.added,
+            churned=state.churned,
+            hyper_state=hyper_state,
+            rng_key=rng_key,
+        )
+
+    def _check_rows(self, state, args, kwargs, hyper) -> None:
+        found = reading.read(self._plan, self._model, args, kwargs, hyper)
+        for num_rows in {x.value.shape[0] for c in found.components for x in c.data}:
             if state.order.shape != (num_rows,):
                 raise ValueError(
                     f"The state is of a table of {state.order.shape[0]} rows, but the "
                     f"data have {num_rows}. A chain goes on with a table of the same "
                     "size only; start anew."
                 )
-        added, churned = self._moves(state, plan.num_rows)
-        clusters, subsample, refused = rows.run_step(
-            key_moves,
-            prior,
-            components,
-            state.z[plan.partition.name],
-            plan.capacity,
-            Subsample(state.order, state.subsample_size),
-            added,
-            churned,
-        )
-        z = {}
-        if not plan.partition.labelled:
-            clusters = rows.relabel(clusters)
-        elif plan.partition.weights is not None:
-            z[plan.partition.weights] = prior.draw(key_weights, clusters.counts)
-        z[plan.partition.name] = clusters.z
-        for c, stats, key in zip(components, clusters.stats, keys, strict=True):
-            z |= c.block.draw(key, c.hyper, stats)
-        if plan.imputed:
-            z |= reading.impute(key_imputed, plan, self._model, args, kwargs, z)
-        return SubsampleAnnealedGibbsState(
-            z=z,
-            i=state.i + 1,
-            log_joint=rows.log_joint(prior, components, clusters),
-            num_clusters=jnp.sum(clusters.counts > 0, dtype=jnp.int32),
-            subsample_size=subsample.size,
-            capacity_reached=state.capacity_reached + refused,
-            order=subsample.order,
-            added=state.added,
-            churned=state.churned,
-            rng_key=rng_key,
-        )
+
+    def _turn(self, state, args, kwargs):
+        """Moves of the hyperparameters given the clusters."""
+        plan = self._plan
+        continuous = [site.name for site in plan.hyper if not site.finite]
+
+        def update(rng_key, values, components, counts, stats):
+            clusters = rows.Clusters(jnp.zeros(0, jnp.int32), counts, stats)
+            target = hyper_moves.Target(
+                plan, self._model, args, kwargs, components, clusters
+            )
+            hyper, hyper_state = values
+            skip = () if self._hyper is None else continuous
+            hyper = hyper_moves.update(rng_key, target, hyper, self._joint, skip)
+            if self._hyper is not None:
+                model_args = self._hyper_args(args, kwargs, components, clusters, hyper)
+                # It does not adapt after the warm-up.
+                own = hyper_state.i
+                warm = state.i < state.added.shape[0]
+                last = jnp.maximum(own, self._num_hyper_warmup)
+                hyper_state = hyper_state._replace(i=jnp.where(warm, own, last))
+                hyper_state = self._hyper.refresh(hyper_state, model_args, {})
+                hyper_state = self._hyper.sample(hyper_state, model_args, {})
+                constrain = self._hyper.get_constrain_fn(model_args, {})
+                found = constrain(getattr(hyper_state, self._hyper.sample_field))
+                hyper |= {
+                    name: found[name].astype(hyper[name].dtype) for name in continuous
+                }
+            return hyper, hyper_state
+
+        def turn(rng_key, values, components, counts, stats):
+            def once(i, values):
+                key = random.fold_in(rng_key, i)
+                return update(key, values, components, counts, stats)
+
+            if self._num_hyper_updates == 1:
+                return once(0, values)
+            return jax.lax.fori_loop(0, self._num_hyper_updates, once, values)
+
+        return turn
+
+    def _hyper_args(self, args, kwargs, components, clusters, values):
+        finite = {s.name: values[s.name] for s in self._plan.hyper if s.finite}
+        return args, kwargs, components, clusters, finite
+
+    def _log_joint(self, prior, components, clusters, args, kwargs, hyper):
+        total = rows.log_joint(prior, components, clusters)
+        if not hyper:
+            return total
+        trace = reading.trace_at(self._plan, self._model, args, kwargs, hyper)
+        return total + hyper_moves.log_prior(self._plan, trace)
+
+    def _assign_rest(self, rng_key, prior, components, step):
+        """The clusters with the rows that are out assigned too, one by one."""
+        capacity = self._plan.capacity
+        out = self._plan.num_rows - step.subsample.size
+
+        def assign():
+            more = rows.run_step(
+                rng_key,
+                lambda values, like: (prior, components),
+                (),
+                step.clusters.z,
+                capacity,
+                step.subsample,
+                out,
+                jnp.zeros_like(out),
+            )
+            return more.clusters
+
+        return jax.lax.cond(out > 0, assign, lambda: step.clusters)
 
     @staticmethod
     def _moves(state, num_rows):
@@ -400,6 +648,6 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     def __getstate__(self):
         state = self.__dict__.copy()
-        for name in ("_read_for", "_arrays", "_init_fn", "_sample_fn"):
+        for name in ("_read_for", "_hyper", "_sample_fn"):
             state[name] = None
         return state

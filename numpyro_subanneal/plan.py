@@ -15,6 +15,7 @@ What does not pass is refused by :class:`NotRecognised`, which says why.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,13 +25,20 @@ import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.distributions.discrete import CategoricalLogits, CategoricalProbs
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_sample
 
+from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal.conjugate import registry
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair, SiteShape
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.probe import Prober, column_name, compile_for, pair_name
-from numpyro_subanneal.reading import Partition, Plan, with_array_arguments
+from numpyro_subanneal.reading import (
+    HyperSite,
+    Partition,
+    Plan,
+    with_array_arguments,
+)
 from numpyro_subanneal.skeleton import (
     Args,
     Kwargs,
@@ -83,12 +91,6 @@ def explain(model: Model, *args: Any, **kwargs: Any) -> None:
         print(f"\nNot recognised: {refusal}")
 
 
-_CONSTANTS = (
-    "Hyperparameters must be constants: replace the site by a value, for example with "
-    "`numpyro.handlers.condition`."
-)
-
-
 class _Reader:
     """One reading of a model; `table` holds what was found so far, for `explain`."""
 
@@ -96,6 +98,8 @@ class _Reader:
         self.model = model
         self.args = tuple(args)
         self.kwargs = dict(kwargs)
+        # What other kernels of a composite sample, whatever their values are now.
+        self.siblings = tuple(self.kwargs.pop(GIBBS_SITES_KWARG, {}))
         self.table: list[tuple[str, str, str, str]] = []
 
     def plan(self) -> Plan:
@@ -123,24 +127,26 @@ class _Reader:
             )
         partition = self._partition(sites)
         imputed = self._imputed(skeleton)
-        mixtures, clusters = self._roles(sites, partition, imputed)
+        mixtures, clusters, hyper = self._roles(sites, partition, imputed)
         capacity = self._capacity(sites, clusters)
         self._check_components(sites, partition, clusters[0], capacity)
         shapes = [
             self._shape(sites[name], sites, roles, capacity)
             for name, roles in mixtures.items()
         ]
-        self._probe(partition, capacity, imputed, shapes)
+        self._probe(partition, capacity, hyper, imputed, shapes)
         by_pair: dict[AbstractConjugatePair, list[SiteShape]] = {}
         for pair, shape in shapes:
             by_pair.setdefault(pair, []).append(shape)
-        return Plan(
+        plan = Plan(
             partition=partition,
             capacity=capacity,
             blocks=tuple(b for p, group in by_pair.items() for b in p.blocks(group)),
+            hyper=self._hyper_sites(sites, partition, mixtures, hyper),
             imputed=imputed,
             deterministic=skeleton.deterministic,
         )
+        return self._separated(plan)
 
     # --- roles -------------------------------------------------------------------
 
@@ -195,11 +201,6 @@ class _Reader:
         weights = None
         if labelled:
             weights = self._weights(sites, site)
-        elif site.upstream:
-            raise NotRecognised(
-                f"The prior of partition site '{name}' depends on latent site "
-                f"'{site.upstream[0]}'. {_CONSTANTS}"
-            )
         self._note(name, "partition", site.fn.__name__, f"{site.shape[0]} rows")
         if weights is not None:
             kind = sites[weights].fn.__name__
@@ -228,11 +229,6 @@ class _Reader:
             raise NotRecognised(
                 f"The weights '{weights.name}' of partition site '{site.name}' have "
                 f"shape {weights.shape}; they must have one axis, the clusters."
-            )
-        if weights.upstream:
-            raise NotRecognised(
-                f"The prior of the weights '{weights.name}' depends on latent site "
-                f"'{weights.upstream[0]}'. {_CONSTANTS}"
             )
         return weights.name
 
@@ -275,10 +271,10 @@ class _Reader:
         sites: Mapping[str, Site],
         partition: Partition,
         imputed: Sequence[str],
-    ) -> tuple[dict[str, list[str]], list[str]]:
+    ) -> tuple[dict[str, list[str]], list[str], list[str]]:
         self._check_observed_rows(sites, partition)
         mixtures = {
-            name: [u for u in site.upstream if u != partition.name]
+            name: self._cluster_sites(sites, site, partition)
             for name, site in sites.items()
             if site.observed and partition.name in site.upstream
         }
@@ -303,30 +299,134 @@ class _Reader:
                         "of its own."
                     )
                 owner[role] = name
+        integrated = (partition.name, partition.weights, *imputed, *owner)
+        hyper = [
+            name
+            for name, site in sites.items()
+            if not site.observed and name not in integrated
+        ]
         for name, site in sites.items():
-            if site.observed or name in (partition.name, partition.weights, *imputed):
+            # What a site may depend on, besides hyperparameters.
+            if name == partition.name:
+                allowed = [partition.weights]
+            elif name in mixtures:
+                allowed = [partition.name, *mixtures[name]]
+            elif name in owner:
+                allowed = mixtures[owner[name]]
+            elif name in imputed:
                 continue
-            if name not in owner:
-                raise NotRecognised(
-                    f"Latent site '{name}' is neither the partition nor a parameter of "
-                    "a cluster: no observed site that is indexed by "
-                    f"'{partition.name}' depends on it directly. {_CONSTANTS}"
-                )
-            inner = [u for u in site.upstream if owner.get(u) != owner[name]]
-            if inner:
+            else:
+                allowed = []
+            inner = [u for u in site.upstream if u not in (*hyper, *allowed)]
+            if inner and name in owner:
                 raise NotRecognised(
                     f"The prior of cluster site '{name}' depends on latent site "
-                    f"'{inner[0]}'; it may depend only on constants and on cluster "
-                    f"parameters of the same observed site '{owner[name]}'."
+                    f"'{inner[0]}'; it may depend only on hyperparameters and on "
+                    f"cluster parameters of the same observed site '{owner[name]}'."
                 )
-        return mixtures, list(owner)
+            if inner:
+                raise NotRecognised(self._misplaced(sites, site, inner[0], mixtures))
+        return mixtures, list(owner), hyper
+
+    def _misplaced(
+        self,
+        sites: Mapping[str, Site],
+        site: Site,
+        inner: str,
+        mixtures: Mapping[str, Sequence[str]],
+    ) -> str:
+        kind = "Observed" if site.observed else "Latent"
+        problem = (
+            f"{kind} site '{site.name}' depends on latent site '{inner}', which is "
+            "integrated out; that only parameters of the same clusters and observed "
+            "sites that are indexed by the partition can."
+        )
+        for name, roles in mixtures.items():
+            if site.name in sites[name].upstream and inner in roles:
+                wanted = sites[inner].shape[:1] + sites[name].feature_shape
+                return (
+                    f"{problem} If it is a parameter of the clusters of '{name}', it "
+                    f"must have shape {wanted}, one for each cluster and feature, not "
+                    f"{site.shape}."
+                )
+        return problem
+
+    def _cluster_sites(
+        self, sites: Mapping[str, Site], site: Site, partition: Partition
+    ) -> list[str]:
+        """
+        Latent sites that may be parameters of clusters of an observed site: those with
+        a value for each of its features, and one more axis. Others are parameters that
+        all clusters have in common.
+        """
+        latent = [u for u in site.upstream if u != partition.name]
+        found = [
+            u
+            for u in latent
+            if len(sites[u].shape) > sites[u].event_dim
+            and sites[u].feature_shape == site.feature_shape
+            and u not in self.siblings
+        ]
+        # If there are none, what is wrong is said of all.
+        return found or [u for u in latent if u not in self.siblings] or latent
+
+    def _hyper_sites(
+        self,
+        sites: Mapping[str, Site],
+        partition: Partition,
+        mixtures: Mapping[str, Sequence[str]],
+        hyper: Sequence[str],
+    ) -> tuple[HyperSite, ...]:
+        """The latent sites that the kernel samples itself, given the assignments."""
+        behind = {
+            name: {
+                u for n in (name, *mixtures.get(name, ())) for u in sites[n].upstream
+            }
+            for name in sites
+            if name in (partition.name, *mixtures, *hyper) or sites[name].observed
+        }
+        if partition.weights is not None:
+            behind[partition.name] |= set(sites[partition.weights].upstream)
+        found = []
+        for name in hyper:
+            site = sites[name]
+            if name in self.siblings:
+                self._note(name, "given", "", "sampled by another kernel")
+                continue
+            if site.discrete and not site.finite:
+                raise NotRecognised(
+                    f"Latent site '{name}' ~ {site.fn.__name__} is discrete and cannot "
+                    "be enumerated. Give it a finite support, such as `Grid` or "
+                    "`Categorical`."
+                )
+            factors = tuple(n for n in behind if n == name or name in behind[n])
+            found.append(HyperSite(name, site.finite and site.discrete, factors))
+            how = "enumerated" if found[-1].finite else "real"
+            others = ", ".join(f"'{n}'" for n in factors if n != name) or "nothing"
+            self._note(name, "hyperparameter", "", f"{how}; of {others}")
+        return tuple(found)
+
+    def _separated(self, plan: Plan) -> Plan:
+        """`plan`, with what elements of hyperparameters can be updated at once."""
+        rebuild, arrays = with_array_arguments(self.args, self.kwargs)
+        with jax.enable_x64(True):
+            arrays = [x.view() if isinstance(x, np.ndarray) else x for x in arrays]
+            together = hyper_moves.find_separable(plan, self.model, rebuild, arrays)
+        return replace(
+            plan,
+            hyper=tuple(
+                replace(site, separable=together.get(site.name, True))
+                for site in plan.hyper
+            ),
+        )
 
     def _check_observed_rows(
         self, sites: Mapping[str, Site], partition: Partition
     ) -> None:
         num_rows = partition.num_rows
         for site in sites.values():
-            if site.scaled:
+            mixed = partition.name in (site.name, *site.upstream)
+            if site.scaled and (mixed or not site.observed):
                 raise NotRecognised(
                     f"The log density of site '{site.name}' is scaled "
                     "(`numpyro.handlers.scale`); a scaled model has no conjugate "
@@ -358,6 +458,8 @@ class _Reader:
                 raise NotRecognised(
                     f"Observed site '{site.name}' has no features (shape {site.shape})."
                 )
+            if not mixed:
+                continue
             if site.shape[:1] != (num_rows,):
                 rows = site.shape[0] if site.shape else "no"
                 raise NotRecognised(
@@ -466,6 +568,7 @@ class _Reader:
         self,
         partition: Partition,
         capacity: int,
+        hyper: Sequence[str],
         imputed: Sequence[str],
         shapes: list[tuple[AbstractConjugatePair, SiteShape]],
     ) -> None:
@@ -482,12 +585,14 @@ class _Reader:
                 self.kwargs,
                 partition,
                 capacity,
+                hyper,
                 imputed,
                 shapes,
                 data,
                 live,
             )
             prober.check_prior()
+            prober.check_learned([n for n in hyper if n not in self.siblings])
             by_row = prober.given_by_row()
         for pair, shape in shapes:
             hyper = prober.hyper[shape.name]

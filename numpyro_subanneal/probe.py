@@ -83,6 +83,8 @@ class Prober:
 
     :param partition: the site of the assignments.
     :param int capacity: number of clusters.
+    :param hyper_sites: latent sites that are hyperparameters, or conditioned on.
+    :param imputed: latent sites that stand for masked cells.
     :param shapes: pairs and the observed sites that they are thought to hold for.
     :param data: values of these sites, what is masked replaced.
     :param live: which of them count; only sites with masked cells.
@@ -95,6 +97,7 @@ class Prober:
         kwargs,
         partition: Partition,
         capacity: int,
+        hyper_sites: Sequence[str],
         imputed: Sequence[str],
         shapes: Sequence[tuple[AbstractConjugatePair, SiteShape]],
         data: Mapping[str, np.ndarray],
@@ -104,6 +107,7 @@ class Prober:
         self.partition = partition
         self.num_rows = partition.num_rows
         self.capacity = capacity
+        self.hyper_sites = tuple(hyper_sites)
         self.imputed = imputed
         self.shapes = shapes
         self.live = live
@@ -120,14 +124,19 @@ class Prober:
         self.x = {shape.name: data[shape.name][self.rows] for _, shape in shapes}
         seed = np.uint32(0)
         draw = compile_for(self._random_theta, seed, self.arrays)
-        self.theta = [jax.device_get(draw(seed + i, self.arrays)) for i in range(2)]
+        first, second = (jax.device_get(draw(seed + i, self.arrays)) for i in range(2))
+        own = {name: first[name] for name in self.hyper_sites}
+        self.theta = [first, second | own]
+        # Other values of the hyperparameters, and the same cluster parameters.
+        self.other_hyper = first | {name: second[name] for name in self.hyper_sites}
         z = np.zeros(self.num_rows, np.int32)
         self._evaluate = compile_for(
             self._compute, z, self.theta[0], self.rows, self.x, self.arrays
         )
 
     def _random_theta(self, seed, arrays):
-        """Values of the cluster sites, spread over their supports."""
+        """Values of the cluster sites and hyperparameters, spread over their
+        supports."""
 
         def pick(site):
             if site["name"] == self.partition.name:
@@ -141,6 +150,7 @@ class Prober:
         args, kwargs = self.rebuild(arrays)
         trace = run_trace(self.model, args, kwargs, pick, random.key(seed))
         names = [name for _, shape in self.shapes for _, name in shape.roles]
+        names.extend(self.hyper_sites)
         if self.partition.weights is not None:
             names.append(self.partition.weights)
         return {name: trace[name]["value"] for name in names}
@@ -218,6 +228,36 @@ class Prober:
             )
         for pair, shape in self.shapes:
             self._check_hyper(pair, shape, first[shape.name], second[shape.name])
+
+    def check_learned(self, learned: Sequence[str]) -> None:
+        """
+        Are the hyperparameters `learned`, which the kernel samples itself, such that no
+        statistic changes with them?
+        """
+        if not learned:
+            return
+        z = self._assignments()
+        first = self.evaluate(z, self.theta[0])
+        own = {name: self.other_hyper[name] for name in learned}
+        second = self.evaluate(z, self.theta[0] | own)
+        for pair, shape in self.shapes:
+            for name in (*pair.given_by_row, *sorted(pair.in_statistics)):
+                old, new = (
+                    (v.given if name in v.given else v.hyper)[name]
+                    for v in (first[shape.name], second[shape.name])
+                )
+                if not _close(old, new):
+                    raise NotRecognised(
+                        f"Parameter `{name}` of observed site '{shape.name}' depends "
+                        f"on latent sites, among {list(learned)}, that are not "
+                        "indexed by the partition. The statistics of "
+                        f"{pair_name(pair)} depend on it, so that every new value "
+                        "would take a pass over all rows. If it differs between "
+                        "clusters, sample it in a plate of clusters and index it, as "
+                        f"in `{name}[z]`; if it is a scalar for all, fix it, or let "
+                        "another kernel sample it: `Gibbs([(SubsampleAnnealedGibbs("
+                        "model), ...), (NUTS(model), ...)])` of `numpyro.infer`."
+                    )
 
     def _check_weights(self, theta) -> None:
         """Are the probabilities of a categorical partition site those of its prior?"""

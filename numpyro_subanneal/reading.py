@@ -3,7 +3,7 @@
 
 """What a model says: priors, hyperparameters and data, read off a trace."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from numpyro import handlers
 import numpyro.distributions as dist
-from numpyro.infer.initialization import init_to_feasible
+from numpyro.infer.initialization import init_to_feasible, init_to_uniform
 
 from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
@@ -59,6 +59,25 @@ class Partition:
 
 
 @dataclass(frozen=True)
+class HyperSite:
+    """
+    A latent site that is neither the assignments nor a parameter of a cluster.
+
+    - **name** - its name.
+    - **finite** - whether its support is finite, so that it can be enumerated.
+    - **factors** - sites whose factors of the collapsed model depend on it: those of
+      the assignments, of observed sites and of hyperparameters, itself included.
+    - **separable** - whether its elements are independent given all else, as those of
+      a plate are; else they are updated one after another.
+    """
+
+    name: str
+    finite: bool
+    factors: tuple[str, ...]
+    separable: bool = True
+
+
+@dataclass(frozen=True)
 class Plan:
     """
     What the kernel needs to know of a model: names and shapes, no arrays.
@@ -66,6 +85,7 @@ class Plan:
     - **partition** - the site of the assignments.
     - **capacity** - size of the clusters plate.
     - **blocks** - observed sites and their cluster sites, packed by conjugate pair.
+    - **hyper** - latent sites that are hyperparameters, in the order of the model.
     - **imputed** - latent sites that stand for masked cells (of `obs_mask`).
     - **deterministic** - deterministic sites.
     """
@@ -73,6 +93,7 @@ class Plan:
     partition: Partition
     capacity: int
     blocks: tuple[AbstractBlock, ...]
+    hyper: tuple[HyperSite, ...]
     imputed: tuple[str, ...]
     deterministic: tuple[str, ...]
 
@@ -92,16 +113,22 @@ class Plan:
         """Names of the latent sites that the kernel samples."""
         weights = self.partition.weights
         extra = () if weights is None else (weights,)
-        return (self.partition.name, *extra, *self.cluster_sites, *self.imputed)
+        return (
+            self.partition.name,
+            *extra,
+            *(site.name for site in self.hyper),
+            *self.cluster_sites,
+            *self.imputed,
+        )
 
 
 class Reading(NamedTuple):
     """
-    What a model says for given arguments.
+    What a model says for given arguments and values of its hyperparameters.
 
-    - **prior** - prior of the partition.
+    - **prior** - prior of the assignments.
     - **components** - for each block its hyperparameters and data.
-    - **theta** - feasible values of all latent sites but the partition, by name.
+    - **theta** - feasible values of the latent sites but the assignments, by name.
     """
 
     prior: PartitionDistribution | LabelledPrior
@@ -109,30 +136,32 @@ class Reading(NamedTuple):
     theta: dict[str, Array]
 
 
-def read(plan: Plan, model: Model, args: Args, kwargs: Kwargs) -> Reading:
+def read(
+    plan: Plan,
+    model: Model,
+    args: Args,
+    kwargs: Kwargs,
+    values: Mapping[str, Array],
+    like: Sequence[Component] | None = None,
+) -> Reading:
     """
-    Read the values behind `plan`. Traceable; the likelihood is never evaluated, and is
-    dead code once compiled.
+    Read what the model says at `values` of its hyperparameters. Traceable; the
+    likelihood is never evaluated, and is dead code once compiled.
+
+    :param like: components under whose hyperparameters statistics were made that those
+        read now are to be used with (see :meth:`AbstractBlock.repack`).
     """
-
-    def pick(site):
-        if site["type"] != "sample" or site["is_observed"]:
-            return None
-        if site["name"] == plan.partition.name:
-            return jnp.zeros(plan.num_rows, jnp.int32)
-        return None if site["name"] in plan.imputed else init_to_feasible(site)
-
-    with handlers.block():
-        trace = run_trace(model, args, kwargs, pick)
+    trace = trace_at(plan, model, args, kwargs, values)
     components = []
-    for block in plan.blocks:
-        hyper, data = [], []
+    for i, block in enumerate(plan.blocks):
+        hyper = [
+            site_hyperparameters(block.pair, shape, trace, plan.capacity)
+            for shape in block.sites
+        ]
+        data = []
         for shape in block.sites:
-            values = prior_hyperparameters(block.pair, shape, trace, plan.capacity)
             fn = trace[shape.name]["fn"]
             given = given_parameters(block.pair, shape, fn)
-            values = {name: value[0] for name, value in values.items()}
-            hyper.append(values | {name: given[name][0] for name in block.pair.given})
             value = jnp.asarray(trace[shape.name]["value"])
             rows = value.shape[:1]
             data.append(
@@ -142,12 +171,85 @@ def read(plan: Plan, model: Model, args: Args, kwargs: Kwargs) -> Reading:
                     tuple(given[name] for name in block.pair.given_by_row),
                 )
             )
-        components.append(Component(block, block.pack(hyper), data))
+        packed = (
+            block.pack(hyper) if like is None else block.repack(like[i].hyper, hyper)
+        )
+        components.append(Component(block, packed, data))
     return Reading(
         prior=read_prior(plan.partition, trace),
         components=tuple(components),
         theta={name: trace[name]["value"] for name in plan.sampled[1:]},
     )
+
+
+def trace_at(
+    plan: Plan,
+    model: Model,
+    args: Args,
+    kwargs: Kwargs,
+    values: Mapping[str, Array],
+    visible: Sequence[str] = (),
+) -> dict:
+    """
+    The model's trace at `values` of latent sites; assignments are all zero and other
+    latent sites feasible, if they are not among them. Handlers around the call see
+    only the sites `visible`, whose values are theirs to choose.
+    """
+
+    def pick(site):
+        if site["type"] != "sample" or site["is_observed"]:
+            return None
+        name = site["name"]
+        if name in visible:
+            return None
+        if name in values:
+            return values[name]
+        if name == plan.partition.name:
+            return jnp.zeros(plan.num_rows, jnp.int32)
+        return None if name in plan.imputed else init_to_feasible(site)
+
+    with handlers.block(hide_fn=lambda site: site["name"] not in visible):
+        return run_trace(model, args, kwargs, pick)
+
+
+def first_values(
+    rng_key: Array, plan: Plan, model: Model, args: Args, kwargs: Kwargs
+) -> dict[str, Array]:
+    """
+    Values for the hyperparameters to start from: draws of those of finite support, and
+    of the others what :func:`~numpyro.infer.initialization.init_to_uniform` gives.
+    """
+    names = {site.name for site in plan.hyper}
+
+    def pick(site):
+        if site["type"] != "sample" or site["is_observed"]:
+            return None
+        if site["name"] == plan.partition.name:
+            return jnp.zeros(plan.num_rows, jnp.int32)
+        if site["name"] not in names:
+            return None if site["name"] in plan.imputed else init_to_feasible(site)
+        return init_to_uniform(site)
+
+    if not names:
+        return {}
+    with handlers.block():
+        trace = run_trace(model, args, kwargs, pick, rng_key)
+    return {name: jnp.asarray(trace[name]["value"]) for name in names}
+
+
+def site_hyperparameters(
+    pair: AbstractConjugatePair,
+    shape: SiteShape,
+    trace: Mapping[str, dict],
+    capacity: int,
+) -> dict[str, Array]:
+    """Hyperparameters and given parameters of an observed site, without a cluster
+    axis."""
+    values = prior_hyperparameters(pair, shape, trace, capacity)
+    given = given_parameters(pair, shape, trace[shape.name]["fn"])
+    return {name: value[0] for name, value in values.items()} | {
+        name: given[name][0] for name in pair.given
+    }
 
 
 def impute(

@@ -12,7 +12,7 @@ joins cluster `k` with probability proportional to equation (*),
 to ``weight(new) * p(x_a)``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -60,13 +60,43 @@ class Clusters(NamedTuple):
     stats: tuple[Any, ...]
 
 
+Law: TypeAlias = Callable[
+    [Any, Sequence[Component] | None], tuple[Prior, Sequence[Component]]
+]
+"""Called as ``law(values, like)``: prior and components at `values` of the
+hyperparameters, packed for statistics made under components `like`, if given."""
+
+Turn: TypeAlias = Callable[[Array, Any, Sequence[Component], Array, tuple], Any]
+"""Called as ``turn(rng_key, values, components, counts, stats)``: new values."""
+
+
+class Step(NamedTuple):
+    """
+    What there is after the moves of one step.
+
+    - **clusters** - assignments, sizes and statistics.
+    - **values** - of the hyperparameters.
+    - **prior**, **components** - what the model says at these values.
+    - **subsample** - which rows are in.
+    - **refused** - number of moves in which a row could not have opened a cluster
+      because all that can be represented were occupied.
+    """
+
+    clusters: Clusters
+    values: Any
+    prior: Prior
+    components: tuple[Component, ...]
+    subsample: Subsample
+    refused: Array
+
+
 # Moves drawn at a time: enough to spread the cost of starting a chunk, few enough to
 # keep its random numbers (chunk x clusters floats) in cache.
 _CHUNK = 4096
 
-# Gumbel noise is made in blocks of so many clusters, by one loop: code for random
-# numbers is what takes longest to compile.
-_NOISE = 16
+# Gumbel noise is made in blocks of so many moves and clusters, by one loop: code for
+# random numbers is what takes longest to compile.
+_NOISE_MOVES, _NOISE = 256, 16
 
 
 def widths(capacity: int) -> tuple[int, ...]:
@@ -101,49 +131,84 @@ def collect(components: Sequence[Component], z: Array, capacity: int) -> Cluster
 
 def run_step(
     rng_key: Array,
-    prior: Prior,
-    components: Sequence[Component],
+    law: Law,
+    values: Any,
     z: Array,
     capacity: int,
     subsample: Subsample,
     added: Array,
     churned: Array,
-) -> tuple[Clusters, Subsample, Array]:
+    turn: Turn | None = None,
+) -> Step:
     """
     Make the moves of one step.
 
     :param rng_key: key.
-    :param prior: prior of the assignments.
-    :param components: blocks with hyperparameters and data.
+    :param law: what the model says at given values of its hyperparameters.
+    :param values: these values, or any pytree that `law` and `turn` know.
     :param z: assignments ``[N]``, below `capacity`; -1 for rows out of the subsample.
     :param int capacity: number of clusters that can be represented.
     :param subsample: which rows are in.
     :param added: number of rows to add.
     :param churned: number of rows to churn besides.
-    :return: clusters and subsample after the moves, and the number of moves in which a
-        row could not have opened a cluster because all `capacity` were occupied.
+    :param turn: moves of the hyperparameters, made once per turnover of the current
+        subsample, that is whenever as many rows have moved as it holds (Obermeyer et
+        al. 2014, section 2.4).
     """
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
-    clusters = collect(components, z, capacity)
+    prior, start = law(values, None)
+    clusters = collect(start, z, capacity)
+
+    def law_now(values):
+        return (prior, start) if turn is None else law(values, start)
 
     def unfinished(carry):
-        churn = carry[2]
+        churn = carry[3]
         return over_chains(churn.left) > 0
 
     def run_chunk(carry):
-        clusters, subsample, churn, refused, rng_key = carry
-        rng_key, key_churn, key_moves = random.split(rng_key, 3)
-        subsample, churn, moves = draw_moves(key_churn, subsample, churn, chunk)
+        clusters, values, subsample, churn, since, refused, rng_key = carry
+        rng_key, key_churn, key_moves, key_turn = random.split(rng_key, 4)
+        most = jnp.int32(chunk)
+        if turn is not None:
+            most = jnp.clip(subsample.size - since, 1, most)
+        subsample, churn, moves = draw_moves(key_churn, subsample, churn, chunk, most)
+        prior, components = law_now(values)
         clusters, more = _run_moves(key_moves, prior, components, clusters, moves)
-        return clusters, subsample, churn, refused + more, rng_key
+        if turn is not None:
+            since = since + moves.count
+            due = (since >= subsample.size) & (moves.count > 0)
+            held = clusters.counts, clusters.stats
+            values, stats = lax.cond(
+                due,
+                lambda: _make_turn(key_turn, law, start, turn, values, *held),
+                lambda: (values, clusters.stats),
+            )
+            clusters = clusters._replace(stats=stats)
+            since = jnp.where(due, 0, since)
+        return clusters, values, subsample, churn, since, refused + more, rng_key
 
     churn = Churn.start(added, churned)
-    refused = jnp.zeros((), jnp.int32)
-    clusters, subsample, _, refused, _ = lax.while_loop(
-        unfinished, run_chunk, (clusters, subsample, churn, refused, rng_key)
+    zero = jnp.zeros((), jnp.int32)
+    clusters, values, subsample, _, _, refused, _ = lax.while_loop(
+        unfinished,
+        run_chunk,
+        (clusters, values, subsample, churn, zero, zero, rng_key),
     )
-    return clusters, subsample, refused
+    prior, components = law_now(values)
+    return Step(clusters, values, prior, tuple(components), subsample, refused)
+
+
+def _make_turn(rng_key, law, start, turn, values, counts, stats):
+    _, old = law(values, start)
+    new_values = turn(rng_key, values, old, counts, stats)
+    _, new = law(new_values, start)
+    stats = tuple(
+        a.block.rebase(a.hyper, b.hyper, s)
+        for a, b, s in zip(old, new, stats, strict=True)
+    )
+    return new_values, stats
 
 
 class _Loop(NamedTuple):
@@ -174,6 +239,9 @@ def _run_moves(
     ladder = (capacity,) if labelled else widths(capacity)
     chunk = moves.enters.shape[0]
     num_blocks = -(-capacity // _NOISE)
+    piece = min(_NOISE_MOVES, chunk)
+    num_pieces = -(-chunk // piece)
+    pieces = over_chains(-(-moves.count // piece))
 
     def unfinished(carry):
         position = carry[0]
@@ -186,12 +254,15 @@ def _run_moves(
         needed = over_chains(_room(clusters.counts))
         rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
 
-        def fill(block, noise):
-            key = random.fold_in(rng_key, segment * num_blocks + block)
-            return noise.at[block].set(random.gumbel(key, (chunk, _NOISE)))
+        def fill(i, noise):
+            key = random.fold_in(rng_key, segment * num_blocks * num_pieces + i)
+            part = _gumbel(key, (1, piece, _NOISE))
+            block, first = i // pieces, i % pieces * piece
+            zero = jnp.zeros_like(first)
+            return lax.dynamic_update_slice(noise, part, (block, first, zero))
 
         used = -(-jnp.asarray(ladder)[rung] // _NOISE)
-        noise = lax.fori_loop(0, used, fill, noise)
+        noise = lax.fori_loop(0, used * pieces, fill, noise)
         for i, width in enumerate(ladder):
             position, clusters, refused = _run_at_width(
                 prior,
@@ -205,11 +276,31 @@ def _run_moves(
         return position, clusters, refused, noise, segment + 1
 
     zero = jnp.zeros((), jnp.int32)
-    noise = jnp.zeros((num_blocks, chunk, _NOISE))
+    noise = jnp.zeros((num_blocks, num_pieces * piece, _NOISE))
     _, clusters, refused, _, _ = lax.while_loop(
         unfinished, run_segment, (zero, clusters, zero, noise, zero)
     )
     return clusters, refused
+
+
+def _gumbel(rng_key: Array, shape: tuple[int, ...]) -> Array:
+    """
+    Gumbel noise in which rare large values are as frequent as they should be.
+
+    It is minus the logarithm of an exponential variate, made of 32 random bits so that
+    small ones are fine enough: a row opens a cluster with a probability of 10^-6 or
+    less where there are that many rows, and :func:`jax.random.gumbel` in float32 is at
+    most 16, so that it makes a choice of probability p with about p - 6e-8.
+    """
+    dtype = jnp.result_type(float)
+    if dtype.itemsize > 4:
+        return random.gumbel(rng_key, shape, dtype)
+    bits = random.bits(rng_key, shape, jnp.uint32)
+    u = (bits.astype(dtype) + 0.5) * dtype.type(2.0**-32)
+    # -log(1 - u): of a small `u` by three terms of its series, and never infinite.
+    large = -jnp.log(jnp.maximum(1 - u, 2.0**-25))
+    small = u * (1 + u * (0.5 + u / 3))
+    return -jnp.log(jnp.where(u < 2.0**-6, small, large))
 
 
 def _room(counts: Array) -> Array:

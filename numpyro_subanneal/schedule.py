@@ -7,7 +7,8 @@ A schedule says, for every warm-up step, how many rows are *added* to the subsam
 how many are *churned*: one row taken out, one row put in, the size unchanged. Within a
 step the additions are spread evenly among the churns, so the size of the subsample
 changes by at most one row at a time (Obermeyer et al. 2014, section 2.4). After the
-warm-up every step churns all rows once: exact Gibbs sampling.
+warm-up every step makes as many random-scan moves as there are rows: exact Gibbs
+sampling.
 """
 
 from abc import ABC, abstractmethod
@@ -25,6 +26,21 @@ class Steps(NamedTuple):
 
     added: np.ndarray
     churned: np.ndarray
+
+    def num_turnovers(self, first_size: int) -> int:
+        """About how often the current subsample is turned over in the warm-up, which
+        starts with `first_size` rows."""
+        moves = self.added + self.churned.astype(np.float64)
+        after = first_size + np.cumsum(self.added)
+        before = after - self.added
+        # Additions are spread evenly among the moves of a step: a sum of 1 / size.
+        growing = self.added > 0
+        mean = np.where(
+            growing,
+            np.log((after + 0.5) / (before + 0.5)) / np.maximum(self.added, 1),
+            1 / np.maximum(after, 1),
+        )
+        return int((moves * mean).sum())
 
 
 class AbstractSchedule(ABC):

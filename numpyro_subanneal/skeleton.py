@@ -47,6 +47,8 @@ class Site:
     - **fn_shape** - shape of its distribution.
     - **event_dim** - number of event axes of `fn`.
     - **parameters** - shapes of the parameters of `fn`.
+    - **discrete**, **finite** - whether its values are discrete, and whether they can
+      be enumerated.
     - **masked**, **scaled** - whether its log density is masked or scaled.
     - **upstream** - latent sites that its distribution depends on directly.
     - **mask_upstream** - those that its mask depends on.
@@ -60,6 +62,8 @@ class Site:
     fn_shape: tuple[int, ...]
     event_dim: int
     parameters: Mapping[str, tuple[int, ...]]
+    discrete: bool
+    finite: bool
     masked: bool
     scaled: bool
     upstream: tuple[str, ...] = ()
@@ -210,6 +214,8 @@ def _site(name: str, site: dict) -> Site:
             for key in base.arg_constraints
             if base.__dict__.get(key) is not None
         },
+        discrete=bool(base.support is not None and base.support.is_discrete),
+        finite=bool(base.has_enumerate_support) and base.event_dim == 0,
         masked=bool(masks(site["fn"])),
         scaled=site["scale"] is not None,
     )

@@ -82,10 +82,15 @@ def _(axis_size, in_batched, x):
 
 
 def draw_moves(
-    rng_key: Array, subsample: Subsample, churn: Churn, chunk: int
+    rng_key: Array,
+    subsample: Subsample,
+    churn: Churn,
+    chunk: int,
+    most: Array | int | None = None,
 ) -> tuple[Subsample, Churn, Moves]:
     """
-    Draw which rows leave and enter in the next moves of a step, `chunk` at most.
+    Draw which rows leave and enter in the next moves of a step: `most` at most, which
+    is up to `chunk`, the length of the arrays.
 
     A churn takes a uniformly random row out and puts in one drawn uniformly from all
     rows then out, the one just taken included (Obermeyer et al. 2014, section 2.3);
@@ -94,7 +99,7 @@ def draw_moves(
     """
     num_rows = subsample.order.shape[0]
     bits = random.bits(rng_key, (chunk, 2), jnp.uint32)
-    count = jnp.minimum(churn.left, chunk)
+    count = jnp.minimum(churn.left, chunk if most is None else most)
     full = (churn.added == 0) & (subsample.size == num_rows)
 
     def step(i, carry):

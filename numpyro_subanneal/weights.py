@@ -28,7 +28,7 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_subanneal.conjugate.base import loggamma
-from numpyro_subanneal.conjugate.special import log1p_of
+from numpyro_subanneal.conjugate.special import log1p_of, log_rising_of_scale
 from numpyro_subanneal.distributions import (
     _draw_labels,
     _log_ratio,
@@ -100,6 +100,16 @@ class LabelledPrior(ABC):
 
         :param counts: rows of each component, ``(..., K)``.
         :return: natural logs, ``(...)``. Zero if there are no rows.
+        """
+
+    @abstractmethod
+    def log_prob_of_parameters(self, counts: ArrayLike) -> Array:
+        """
+        :meth:`log_prob` less what depends on the counts alone: a few units, however
+        many rows there are, so that differences between parameters keep their digits.
+
+        :param counts: rows of each component, ``(..., K)``.
+        :return: natural logs, ``(...)``.
         """
 
     @abstractmethod
@@ -201,6 +211,9 @@ class DirichletWeights(LabelledPrior):
     def log_prob(self, counts: ArrayLike) -> Array:
         return _log_dirichlet_multinomial(counts, self.concentration)
 
+    def log_prob_of_parameters(self, counts: ArrayLike) -> Array:
+        return _of_parameters(jnp.asarray(counts), _float(self.concentration))
+
     @jax.jit
     def draw(self, rng_key: Array, counts: ArrayLike) -> Array:
         log_gamma = loggamma(rng_key, _float(self.concentration) + jnp.asarray(counts))
@@ -232,8 +245,8 @@ class StickBreakingWeights(LabelledPrior):
         \frac{\mathrm{B}(a_k + n_k, b_k + n_{>k})}{\mathrm{B}(a_k, b_k)},
 
     as given the labels the breaks are :math:`\mathrm{Beta}(a_k + n_k, b_k + n_{>k})`
-    (Ishwaran and James, 2001, Section 5.2). So the next row stops at :math:`k`, if it
-    gets there, with probability
+    (Ishwaran and James, 2001, blocked Gibbs sampler). So the next row stops at
+    :math:`k`, if it gets there, with probability
     :math:`(a_k + n_k) / (a_k + b_k + n_k + n_{>k})`.
 
     At :math:`a_k = 1, b_k = \alpha` it is the Dirichlet process, truncated, its
@@ -309,6 +322,12 @@ class StickBreakingWeights(LabelledPrior):
         pairs = jnp.stack([counts[..., :-1], _later(counts)], axis=-1)
         parameters = jnp.stack([_float(self.a), _float(self.b)], axis=-1)
         return _log_dirichlet_multinomial(pairs, parameters).sum(-1)
+
+    def log_prob_of_parameters(self, counts: ArrayLike) -> Array:
+        counts = jnp.asarray(counts)
+        pairs = jnp.stack([counts[..., :-1], _later(counts)], axis=-1)
+        parameters = jnp.stack([_float(self.a), _float(self.b)], axis=-1)
+        return _of_parameters(pairs, parameters).sum(-1)
 
     @jax.jit
     def draw(self, rng_key: Array, counts: ArrayLike) -> Array:
@@ -389,6 +408,14 @@ class KnownWeights(LabelledPrior):
         counts = jnp.asarray(counts)
         log_probs = _float(self.log_probs)
         return jnp.where(counts > 0, counts * log_probs, 0.0).sum(-1)
+
+    def log_prob_of_parameters(self, counts: ArrayLike) -> Array:
+        counts = jnp.asarray(counts)
+        log_share = jnp.log(jnp.maximum(counts, 1)) - jnp.log(
+            jnp.maximum(counts.sum(-1, keepdims=True), 1)
+        )
+        change = counts * (_float(self.log_probs) - log_share)
+        return jnp.where(counts > 0, change, 0.0).sum(-1)
 
     def draw(self, rng_key: Array, counts: ArrayLike) -> None:
         del rng_key, counts
@@ -496,6 +523,14 @@ def _log_dirichlet_multinomial(counts: ArrayLike, a: ArrayLike) -> Array:
 
     terms = n * log_share + a * log_change + others(a, n)
     return terms.sum(-1) - others(total, num_rows)[..., 0]
+
+
+def _of_parameters(n: Array, a: Array) -> Array:
+    """
+    :func:`_log_dirichlet_multinomial` less the log of ``prod_k n_k^n_k / N^N``.
+    """
+    each = log_rising_of_scale(a, n).sum(-1)
+    return each - log_rising_of_scale(a.sum(-1), n.sum(-1))
 
 
 def _sum_of_others(x: Array) -> Array:

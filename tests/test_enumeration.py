@@ -471,22 +471,23 @@ def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
     kernel = SubsampleAnnealedGibbs(partial(model, TABLES["mixed"]))
     kernel.init(random.key(0), 0, None, LAWS["dp"], {})
     plan = kernel._plan
-    prior, components, *_ = reading_.read(plan, kernel.model, LAWS["dp"], {})
+    prior, components, *_ = reading_.read(plan, kernel.model, LAWS["dp"], {}, {})
 
     def step(carry, _):
         z, order, key = carry
         key, key_now = random.split(key)
-        clusters, subsample, _ = rows.run_step(
+        made = rows.run_step(
             key_now,
-            prior,
-            components,
+            lambda values, like: (prior, components),
+            (),
             z,
             plan.capacity,
             Subsample(order, jnp.int32(plan.num_rows)),
             jnp.int32(0),
             jnp.int32(THINNING * plan.num_rows),
         )
-        return (clusters.z, subsample.order, key), clusters.z
+        z = made.clusters.z
+        return (z, made.subsample.order, key), z
 
     def chain(key):
         z, order = jnp.zeros(plan.num_rows, jnp.int32), jnp.arange(plan.num_rows)

@@ -420,9 +420,9 @@ def test_a_second_run_uses_new_data_and_traces_nothing_again(monkeypatch):
     traced = []
     run_step = rows.run_step
 
-    def counting(*args):
+    def counting(*args, **kwargs):
         traced.append(args)
-        return run_step(*args)
+        return run_step(*args, **kwargs)
 
     monkeypatch.setattr(rows, "run_step", counting)
     mcmc = run(X, jit_model_args=True)

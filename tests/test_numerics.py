@@ -244,7 +244,7 @@ def components_of(x, mean=0.0, scale=1.0):
     wide = np.zeros(x.shape[1], np.float32)
     args = (np.float32(x), wide + np.float32(mean), wide + np.float32(scale))
     plan = planning.recognise(model, args, {})
-    reading = reading_.read(plan, model, args, {})
+    reading = reading_.read(plan, model, args, {}, {})
     return plan, reading.prior, reading.components
 
 
@@ -258,10 +258,10 @@ def long_step():
         @jax.jit
         def make(rng_key, z, num_moves):
             subsample = Subsample(jnp.arange(len(x)), jnp.int32(len(x)))
-            clusters, _, _ = rows.run_step(
+            clusters, *_ = rows.run_step(
                 rng_key,
-                prior,
-                components,
+                lambda values, like: (prior, components),
+                (),
                 z,
                 plan.capacity,
                 subsample,

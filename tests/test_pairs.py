@@ -574,21 +574,22 @@ def sampled(name):
     plan = recognise(model, (case, x[0], masks[0]), {})
 
     def chain(rng_key, x, mask, which):
-        _, components, _ = read(plan, model, (case, x, mask), {})
+        _, components, _ = read(plan, model, (case, x, mask), {}, {})
 
         def step(carry, rng_key):
             z, order = carry
-            clusters, subsample, _ = rows.run_step(
+            made = rows.run_step(
                 rng_key,
-                Priors(which),
-                components,
+                lambda values, like: (Priors(which), components),
+                (),
                 z,
                 K,
                 Subsample(order, jnp.int32(N)),
                 jnp.int32(0),
                 jnp.int32(THINNING * N),
             )
-            return (clusters.z, subsample.order), clusters.z
+            z = made.clusters.z
+            return (z, made.subsample.order), z
 
         start = jnp.zeros(N, jnp.int32), jnp.arange(N, dtype=jnp.int32)
         return lax.scan(step, start, random.split(rng_key, KEPT))[1]

@@ -637,13 +637,6 @@ REFUSED = {
     ),
     # Other sites.
     "shared cluster site": (shared_loc, (X1, X1), ["'loc'", "'x'", "'y'", "own"]),
-    "latent mean": (latent_mean, (X1,), ["'mean'", "constants", "condition"]),
-    "latent rate": (latent_rate, (X1,), ["'rate'", "constants", "condition"]),
-    "latent concentration": (
-        latent_concentration,
-        (X1,),
-        ["'alpha'", "constants", "condition"],
-    ),
     "factor": (with_factor, (X1,), ["'penalty'", "'z'", "actor"]),
     "scaled model": (scaled, (X1,), ["'z'", "scale"]),
     "scaled site": (scaled_observation, (X1,), ["'x'", "scale"]),

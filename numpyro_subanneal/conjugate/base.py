@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import erfinv
 import numpy as np
 
@@ -70,7 +71,10 @@ class AbstractConjugatePair(ABC):
       added to the values, if there are such. The block then keeps values as
       differences from that hyperparameter, so that a large origin costs no digits: the
       methods below see the value (the first of the cell's arrays) with it subtracted,
-      and the hyperparameter as zero.
+      and so the hyperparameter: as zero, until it is changed.
+    - **in_statistics** - names of the hyperparameters that `cell` or the statistics
+      depend on, where `rebase` does not see to it. They must be constants: to learn
+      them, all rows would have to be read again at every try.
     """
 
     likelihood: ClassVar[tuple[type[dist.Distribution], ...]]
@@ -81,6 +85,7 @@ class AbstractConjugatePair(ABC):
     positive: ClassVar[frozenset[str]] = frozenset()
     event_dim: ClassVar[Mapping[str, int]] = {}
     location: ClassVar[tuple[str, str] | None] = None
+    in_statistics: ClassVar[frozenset[str]] = frozenset()
 
     # --- reading a model -------------------------------------------------------
 
@@ -156,6 +161,14 @@ class AbstractConjugatePair(ABC):
     @abstractmethod
     def merge(self, hyper: Hyper, a: Statistics, b: Statistics) -> Statistics:
         """The statistics of the values of `a` and `b` together."""
+
+    def rebase(self, old: Hyper, new: Hyper, stat: Statistics) -> Statistics:
+        """
+        Statistics, made under hyperparameters `old`, as they would be under `new`. The
+        same, unless they hold something of the prior.
+        """
+        del old, new
+        return stat
 
     @abstractmethod
     def posterior(self, hyper: Hyper, stat: Statistics) -> dict[str, Array]:
@@ -274,6 +287,24 @@ class AbstractBlock(ABC):
         """Hyperparameters of the block from those of each site, each without a cluster
         axis."""
 
+    def repack(self, like: Any, hyper: Sequence[Hyper]) -> Any:
+        """`pack`, for statistics that were made under the packed `like`."""
+        del like
+        return self.pack(hyper)
+
+    def rebase(self, old: Any, new: Any, stats: Any) -> Any:
+        """Statistics, made under the packed hyperparameters `old`, as they would be
+        under `new`, which `repack` made."""
+        del old, new
+        return stats
+
+    @abstractmethod
+    def part(
+        self, index: int, hyper: Any, stats: Any
+    ) -> "tuple[AbstractBlock, Any, Any]":
+        """The block of one of the sites alone, and its part of packed
+        hyperparameters and of statistics."""
+
     @abstractmethod
     def row(self, hyper: Any, data: Sequence[Observed], n: Array) -> Any:
         """Row `n` of the observed sites `data`, all features, as `add` and the others
@@ -341,6 +372,15 @@ class AbstractBlock(ABC):
         """Log marginal likelihood of every cluster's rows: ``[clusters]``."""
 
     @abstractmethod
+    def evidence(self, like: Any, hyper: Any, stats: Any, occupied: Array) -> Array:
+        """
+        Log marginal likelihood of each feature's values in the `occupied` clusters,
+        ``[features]``, under `hyper`, up to a constant that depends on neither `hyper`
+        nor what `stats`, made under `like`, are compared with: differences between
+        hyperparameters are right to rounding, however many rows there are.
+        """
+
+    @abstractmethod
     def draw(self, rng_key: Array, hyper: Any, stats: Any) -> dict[str, Array]:
         """
         A draw of every cluster's parameters given its rows, keyed by the name of the
@@ -387,6 +427,34 @@ class DenseBlock(AbstractBlock):
     sites: tuple[SiteShape, ...]
 
     def pack(self, hyper):
+        return self._pack_around(None, hyper)
+
+    def repack(self, like, hyper):
+        return self._pack_around(like.origin, hyper)
+
+    def part(self, index, hyper, stats):
+        start = sum(site.num_features for site in self.sites[:index])
+        site = self.sites[index]
+        own = slice(start, start + site.num_features)
+        return (
+            DenseBlock(self.pair, (site,)),
+            jax.tree.map(lambda h: h[own], hyper),
+            jax.tree.map(lambda s: s[:, own], stats),
+        )
+
+    def rebase(self, old, new, stats):
+        if type(self.pair).rebase is AbstractConjugatePair.rebase:
+            return stats
+        unpack = self._layout(old)
+
+        def one(old, new, s):
+            return _pack(self.pair.rebase(old, new, unpack(s)))
+
+        over_features = jax.vmap(one, in_axes=(0, 0, -1), out_axes=-1)
+        over_clusters = jax.vmap(over_features, in_axes=(None, None, -1), out_axes=-1)
+        return over_clusters(old.values, new.values, stats)
+
+    def _pack_around(self, origin, hyper):
         names = hyper[0].keys()
         dtype = jnp.result_type(float)
 
@@ -399,11 +467,11 @@ class DenseBlock(AbstractBlock):
             )
 
         values = {name: packed(name) for name in names}
-        origin = None
         if self.pair.location is not None:
             name, _ = self.pair.location
-            origin = values[name]
-            values[name] = jnp.zeros_like(origin)
+            if origin is None:
+                origin = values[name]
+            values[name] = values[name] - origin
         return DenseHyper(values, origin)
 
     def row(self, hyper, data, n):
@@ -483,6 +551,13 @@ class DenseBlock(AbstractBlock):
 
     def log_marginal(self, hyper, stats):
         return self._map(self.pair.log_marginal, hyper, stats).sum(1)
+
+    def evidence(self, like, hyper, stats, occupied):
+        rebased = self.rebase(like, hyper, stats)
+        # The difference is taken by cluster: sums over many rows have few digits left.
+        change = self._map(self.pair.log_marginal, hyper, rebased)
+        change = change - self._map(self.pair.log_marginal, like, stats)
+        return jnp.where(occupied[:, None], change, 0).sum(0)
 
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)
@@ -643,16 +718,112 @@ def draw(rng_key: Array, fn: dist.Distribution) -> Array:
     if isinstance(fn, dist.Gamma):
         log_value = loggamma(rng_key, jnp.broadcast_to(fn.concentration, fn.shape()))
         return jnp.exp(log_value) / fn.rate
+    if isinstance(fn, dist.Beta):
+        shape = fn.shape()
+        concentration = jnp.stack(
+            [
+                jnp.broadcast_to(fn.concentration1, shape),
+                jnp.broadcast_to(fn.concentration0, shape),
+            ]
+        )
+        one, zero = loggamma(rng_key, concentration)
+        info = jnp.finfo(one.dtype)
+        # At 0 and 1 the density is zero or infinite, and so are the log odds.
+        return jnp.clip(jax.nn.sigmoid(one - zero), info.tiny, 1 - info.epsneg)
+    if isinstance(fn, dist.InverseWishart):
+        return _inverse_wishart(rng_key, fn)
+    if isinstance(fn, dist.Wishart):
+        root = _wishart_root(rng_key, fn)
+        return root @ root.mT
+    if isinstance(fn, dist.VonMises):
+        return _von_mises(rng_key, fn)
     return fn.sample(rng_key)
+
+
+def _bartlett(rng_key: Array, degrees: Array, size: int) -> Array:
+    """
+    Lower triangular factors ``[..., p, p]`` of standard Wishart variates with `degrees`
+    of freedom ``[...]`` (Bartlett's decomposition): normal below the diagonal, and on
+    it the roots of chi-square variates with ``degrees - i`` degrees of freedom.
+    """
+    key_diagonal, key_rest = random.split(rng_key)
+    left = degrees[..., None] - jnp.arange(size)
+    # A chi-square variate is two gamma variates of half as many degrees.
+    diagonal = jnp.sqrt(2.0) * jnp.exp(0.5 * loggamma(key_diagonal, left / 2))
+    rest = jnp.tril(random.normal(key_rest, (*left.shape, size), diagonal.dtype), -1)
+    return rest + diagonal[..., None] * jnp.eye(size, dtype=diagonal.dtype)
+
+
+def _wishart_root(rng_key: Array, fn: dist.Wishart) -> Array:
+    shape = fn.batch_shape
+    scale = jnp.broadcast_to(fn.scale_tril, fn.shape())
+    degrees = jnp.broadcast_to(fn.concentration, shape)
+    return scale @ _bartlett(rng_key, degrees, scale.shape[-1])
+
+
+def _inverse_wishart(rng_key: Array, fn: dist.InverseWishart) -> Array:
+    # The inverse of a Wishart variate of scale matrix S^-1: with S = L L' and the
+    # factor A of a standard one, X = (L A^-T) (L A^-T)'.
+    root = jnp.broadcast_to(jnp.linalg.cholesky(fn.scale_matrix), fn.shape())
+    degrees = jnp.broadcast_to(fn.concentration, fn.batch_shape)
+    factor = _bartlett(rng_key, degrees, root.shape[-1])
+    # NB: solved from the left: A Y = L', of which X = Y' Y.
+    half = solve_triangular(factor, root.mT, lower=True)
+    return half.mT @ half
+
+
+def _von_mises(rng_key: Array, fn: dist.VonMises) -> Array:
+    """
+    Rejection from a wrapped Cauchy (Best and Fisher, 1979), written in 1 - cos of the
+    angle: NumPyro's goes through the cosine itself, which leaves few distinct angles in
+    float32 once the concentration is large.
+    """
+    shape = fn.shape()
+    loc = jnp.broadcast_to(fn.loc, shape)
+    kappa = jnp.broadcast_to(fn.concentration, shape).astype(loc.dtype)
+    kappa = jnp.maximum(kappa, 1e-30)
+    root = jnp.sqrt(1 + 4 * kappa**2)
+    r = 1 + root
+    rho = 2 * kappa / (r + jnp.sqrt(2 * r))
+    # 1 - rho, which is small where kappa is large.
+    complement = (jnp.sqrt(2 * r) - 1 - 1 / (2 * kappa + root)) / (2 * kappa)
+    complement = jnp.where(kappa < 1, 1 - rho, complement)
+    excess = complement**2 / (2 * rho)
+    tiny = jnp.finfo(loc.dtype).tiny
+
+    def attempt(key):
+        u = random.uniform(key, (3, *shape), loc.dtype, minval=tiny)
+        sin, cos = jnp.sin(jnp.pi / 2 * u[0]), jnp.cos(jnp.pi / 2 * u[0])
+        # One minus the cosine of the angle.
+        gap = excess * 2 * sin**2 / (excess + 2 * cos**2)
+        y = kappa * (excess + gap)
+        accepted = jnp.log(y / u[1]) + 1 - y >= 0
+        sign = jnp.where(u[2] < 0.5, -1, 1)
+        angle = sign * 2 * jnp.arcsin(jnp.sqrt(jnp.minimum(gap / 2, 1)))
+        return angle, accepted
+
+    def unfinished(carry):
+        return ~carry[1].all()
+
+    def retry(carry):
+        angle, done, i = carry
+        proposed, accepted = attempt(random.fold_in(rng_key, i))
+        return jnp.where(done, angle, proposed), done | accepted, i + 1
+
+    # What is not a concentration gives NaN, instead of a loop that does not end.
+    invalid = ~jnp.isfinite(kappa)
+    start = jnp.where(invalid, jnp.nan, 0), invalid, jnp.int32(0)
+    angle, _, _ = lax.while_loop(unfinished, retry, start)
+    return (loc + angle + jnp.pi) % (2 * jnp.pi) - jnp.pi
 
 
 def loggamma(rng_key: Array, concentration: Array) -> Array:
     """
     The logarithm of standard gamma variates, shaped like `concentration`.
 
-    Rejection from a transformed normal, all variates at once: Marsaglia and Tsang
-    (2000), section 4; below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``,
-    ibid. section 6, in logarithms, so that a small concentration does not underflow.
+    Rejection from a transformed normal, all variates at once (Marsaglia and Tsang,
+    2000); below 1 by ``gamma(a) = gamma(a + 1) * uniform ** (1 / a)``,
+    in logarithms, so that a small concentration does not underflow.
     All variates are tried once; those that were rejected (at most 5%) are gathered and
     tried until none is left.
 
@@ -662,7 +833,7 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
        (2000)
     """
     shape = jnp.shape(concentration)
-    a = jnp.ravel(concentration)
+    a = jnp.ravel(jnp.asarray(concentration, jnp.result_type(float, concentration)))
     size = a.size
     tiny = jnp.finfo(a.dtype).tiny
 
@@ -719,9 +890,16 @@ def _propose(u, a):
     tiny = jnp.finfo(d.dtype).tiny
     low = jnp.nextafter(jnp.asarray(-1, d.dtype), jnp.asarray(0, d.dtype))
     x = jnp.sqrt(2).astype(d.dtype) * erfinv(jnp.maximum(2 * u[0] - 1, low))
-    root = 1 + x / jnp.sqrt(9 * d)
-    log_v = 3 * jnp.log(jnp.maximum(root, tiny))
-    log_ratio = jnp.minimum(0.5 * x * x + d - d * root**3 + d * log_v, 0)
+    w = x / jnp.sqrt(9 * d)
+    log_root = jnp.log1p(jnp.maximum(w, tiny - 1))
+    # x^2 / 2 + d - d v + d log(v) with v = (1 + w)^3, without the terms that cancel:
+    # at large `d` all of them are about `d`, and what is left is less than one.
+    near = jnp.abs(w) < 0.1
+    series = jnp.zeros_like(w)
+    for power in range(11, 3, -1):
+        series = series * w + (-1) ** (power + 1) / power
+    far = log_root - w + w * w / 2 - w**3 / 3
+    log_ratio = 3 * d * jnp.where(near, series * w**4, far)
     # Given that it is below the acceptance probability, u[1] is uniform there.
-    log_u = jnp.log(u[1]) - log_ratio
-    return jnp.log(d) + log_v, (log_u < 0) & (root > 0), log_u
+    log_u = jnp.log(u[1]) - jnp.minimum(log_ratio, 0)
+    return jnp.log(d) + 3 * log_root, (log_u < 0) & (w > -1), log_u

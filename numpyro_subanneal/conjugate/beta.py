@@ -173,6 +173,7 @@ class BetaBinomial(_UnknownProbability):
 
     likelihood = (BinomialProbs,)
     given = ("total_count",)
+    in_statistics = frozenset({"total_count"})
     form = (
         "The form is probs ~ Beta(concentration1, concentration0), x ~ "
         "Binomial(total_count, probs[z]), with constant concentrations."
@@ -423,6 +424,7 @@ class BetaNegativeBinomial(_UnknownProbability):
 
     likelihood = (NegativeBinomialProbs,)
     given = ("total_count",)
+    in_statistics = frozenset({"total_count"})
     positive = frozenset({"concentration1", "concentration0", "total_count"})
     form = (
         "The form is probs ~ Beta(concentration1, concentration0), x ~ "

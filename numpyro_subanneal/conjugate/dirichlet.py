@@ -31,6 +31,7 @@ from numpyro_subanneal.conjugate.special import (
     log_binomial,
     log_polya,
     log_rising,
+    log_rising_of_scale,
     log_split,
     remainder_from_one,
     stirling_remainder,
@@ -49,7 +50,7 @@ class DirichletCategorical(AbstractConjugatePair):
 
     1. *Bayesian Data Analysis*, A. Gelman et al., 3rd edition (2013), section 3.4
     2. *The Dirichlet-multinomial and Dirichlet-categorical models for Bayesian
-       inference*, S. Tu (2014), Eqs. 4, 7 and 9
+       inference*, S. Tu (2014)
     """
 
     likelihood = (CategoricalProbs,)
@@ -107,7 +108,7 @@ class DirichletCategorical(AbstractConjugatePair):
         return {"concentration": hyper["concentration"] + stat[0]}
 
     def log_marginal(self, hyper, stat):
-        # Tu (2014), Eq. 7, of the sequence of values (no multinomial coefficient).
+        # Tu (2014), of the sequence of values (no multinomial coefficient).
         concentration, (counts,) = hyper["concentration"], stat
         total, num = concentration.sum(-1), counts.sum(-1)
         # On a common scale the large parts of all terms meet inside one logarithm.
@@ -115,7 +116,7 @@ class DirichletCategorical(AbstractConjugatePair):
         return each.sum(-1) - log_rising(total, num, total + num)
 
     def predictive(self, hyper, stat):
-        # Tu (2014), Eq. 9.
+        # Tu (2014): the posterior mean.
         weight = hyper["concentration"] + stat[0]
         return (jnp.log(weight / weight.sum(-1, keepdims=True)),)
 
@@ -348,7 +349,8 @@ class CountBlock(AbstractBlock):
     def cardinality(self) -> np.ndarray:
         """Number of categories of each feature."""
         return np.concatenate(
-            [np.full(s.num_features, s.role_shapes[0][0]) for s in self.sites]
+            [np.zeros(0, int)]
+            + [np.full(s.num_features, s.role_shapes[0][0]) for s in self.sites]
         )
 
     @cached_property
@@ -375,6 +377,21 @@ class CountBlock(AbstractBlock):
             ]
         )
         return CountHyper(category, self._by_feature(category))
+
+    def part(self, index, hyper, stats):
+        before = CountBlock(self.pair, self.sites[:index])
+        block = CountBlock(self.pair, (self.sites[index],))
+        features = slice(before.num_features, before.num_features + block.num_features)
+        start = int(sum(before.cardinality))
+        categories = slice(start, start + int(sum(block.cardinality)))
+        total = stats.total
+        if self.masked:
+            total = total[features] if block.masked else total[features.start]
+        return (
+            block,
+            CountHyper(hyper.category[categories], hyper.total[features]),
+            Counts(stats.category[categories], total),
+        )
 
     def _by_feature(self, values: Array) -> Array:
         return jax.ops.segment_sum(
@@ -460,6 +477,15 @@ class CountBlock(AbstractBlock):
         )
         return categories.sum(0) - log_rising(prior, total, scale).sum(0)
 
+    def evidence(self, like, hyper, stats, occupied):
+        del like
+        # Summed over clusters first: that leaves one number a category.
+        total = jnp.broadcast_to(stats.total, (len(hyper.total), stats.total.shape[-1]))
+        each = log_rising_of_scale(hyper.category[:, None], stats.category)
+        whole = log_rising_of_scale(hyper.total[:, None], total)
+        live = jnp.asarray(occupied, each.dtype)
+        return self._by_feature(each @ live) - whole @ live
+
     def draw(self, rng_key, hyper, stats):
         # Gelman et al. (2013), appendix A: normalised gamma variates.
         concentration = stats.category + hyper.category[:, None]
@@ -472,6 +498,8 @@ class CountBlock(AbstractBlock):
                 (-1,) + site.feature_shape + site.role_shapes[0]
             )
             ((_, name),) = site.roles
-            values[name] = jax.nn.softmax(weight, axis=-1)
+            # A probability of zero would have a density of zero or infinity.
+            tiny = jnp.finfo(weight.dtype).tiny
+            values[name] = jnp.maximum(jax.nn.softmax(weight, axis=-1), tiny)
             start = stop
         return values

@@ -53,7 +53,7 @@ class MultivariateNormalInverseWishart(AbstractConjugatePair):
     1. *Conjugate Bayesian analysis of the Gaussian distribution*, K. P. Murphy (2007),
        section 9
     2. *Methods for Modifying Matrix Factorizations*, P. E. Gill, G. H. Golub,
-       W. Murray, M. A. Saunders (1974), section 3
+       W. Murray, M. A. Saunders (1974), modification of Cholesky factors
     3. *A Note on Downdating the Cholesky Factorization*, A. W. Bojanczyk, R. P. Brent,
        P. Van Dooren, F. R. de Hoog (1987)
     """
@@ -162,6 +162,32 @@ class MultivariateNormalInverseWishart(AbstractConjugatePair):
         whole = a[0] + b[0], a[1] + (mean_b - a[1]) * (b[0] / kappa), root
         whole = jax.tree.map(lambda w, a: jnp.where(b[0] > 0, w, a), whole, a)
         return jax.tree.map(lambda w, b: jnp.where(a[0] > 0, w, b), whole, b)
+
+    def rebase(self, old, new, stat):
+        # The sample mean and the scatter about it stay; the prior's parts change.
+        count, mean, root = stat
+        _, origin, prior = self.empty(old)
+        empty = self.empty(new)
+        share = old["kappa"] / jnp.maximum(count, 1)
+        sample_mean = mean + (mean - origin) * share
+
+        def between(hyper):
+            delta = sample_mean - hyper["mean"]
+            kappa = hyper["kappa"] * count / (hyper["kappa"] + count)
+            return kappa * jnp.outer(delta, delta)
+
+        changed = empty[2].T @ empty[2] - prior.T @ prior
+        changed = root.T @ root + changed + (between(new) - between(old))
+        kappa = new["kappa"] + count
+        return (
+            count,
+            jnp.where(
+                count > 0,
+                new["mean"] + (sample_mean - new["mean"]) * (count / kappa),
+                empty[1],
+            ),
+            jnp.where(count > 0, jnp.linalg.cholesky(changed).T, empty[2]),
+        )
 
     def posterior(self, hyper, stat):
         # Murphy (2007), Eqs. 251-254.
@@ -278,6 +304,7 @@ class MultivariateNormalKnownCovariance(AbstractConjugatePair):
     likelihood = (dist.MultivariateNormal,)
     prior = {"loc": dist.MultivariateNormal}
     given = ("covariance_matrix",)
+    in_statistics = frozenset({"covariance_matrix"})
     form = (
         "The form is loc ~ MultivariateNormal(mean, covariance0), x ~ "
         "MultivariateNormal(loc[z], covariance_matrix), with constants mean, "

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import gammaln
 import numpy as np
 
 import numpyro.distributions as dist
@@ -40,7 +39,7 @@ class NormalInverseGamma(AbstractConjugatePair):
     **References:**
 
     1. *Conjugate Bayesian analysis of the Gaussian distribution*, K. P. Murphy (2007),
-       section 6
+       sections 3 and 6
     """
 
     likelihood = (dist.Normal,)
@@ -120,31 +119,35 @@ class NormalInverseGamma(AbstractConjugatePair):
 
     def posterior(self, hyper, stat):
         # Murphy (2007), Eqs. 86-89, with the prior mean as origin.
-        count, mean, square = stat
+        count, mean, _ = stat
         kappa = hyper["kappa"] + count
         delta = mean - hyper["mean"]
-        shrunk = hyper["kappa"] * count / kappa
         return {
             "mean": hyper["mean"] + delta * count / kappa,
             "kappa": kappa,
             "shape": hyper["shape"] + count / 2,
-            "rate": hyper["rate"] + (square + shrunk * delta**2) / 2,
+            "rate": hyper["rate"] + self._added_rate(hyper, stat),
         }
+
+    def _added_rate(self, hyper, stat):
+        count, mean, square = stat
+        shrunk = hyper["kappa"] * count / (hyper["kappa"] + count)
+        return (square + shrunk * (mean - hyper["mean"]) ** 2) / 2
 
     def log_marginal(self, hyper, stat):
         # Murphy (2007), Eq. 95.
-        post = self.posterior(hyper, stat)
+        # Both powers of the posterior's rate meet in one logarithm each.
+        count, _, _ = stat
+        added = self._added_rate(hyper, stat)
+        scale = 2 * jnp.pi * (hyper["rate"] + added)
         return (
-            gammaln(post["shape"])
-            - gammaln(hyper["shape"])
-            + hyper["shape"] * jnp.log(hyper["rate"])
-            - post["shape"] * jnp.log(post["rate"])
-            + 0.5 * jnp.log(hyper["kappa"] / post["kappa"])
-            - 0.5 * stat[0] * jnp.log(2 * jnp.pi)
+            log_rising(hyper["shape"], count / 2, scale)
+            - hyper["shape"] * jnp.log1p(added / hyper["rate"])
+            - 0.5 * jnp.log1p(count / hyper["kappa"])
         )
 
     def predictive(self, hyper, stat):
-        # Student-t, Murphy (2007), Eq. 110: location, precision over degrees of
+        # Student-t, Murphy (2007), Eq. 100: location, precision over degrees of
         # freedom, exponent, log normaliser.
         post = self.posterior(hyper, stat)
         weight = post["kappa"] / (2 * post["rate"] * (post["kappa"] + 1))
@@ -224,6 +227,7 @@ class NormalKnownMean(AbstractConjugatePair):
     likelihood = (dist.Normal,)
     prior = {"variance": dist.InverseGamma}
     given = ("loc",)
+    in_statistics = frozenset({"loc"})
     form = (
         "The form is var ~ InverseGamma(shape, rate), x ~ Normal(loc, sqrt(var[z])), "
         "with constants shape, rate and loc."
@@ -498,7 +502,7 @@ class _LogValues(AbstractConjugatePair):
     normal: ClassVar[AbstractConjugatePair]
 
     def __init_subclass__(cls):
-        for name in ("prior", "given", "positive", "location"):
+        for name in ("prior", "given", "positive", "location", "in_statistics"):
             setattr(cls, name, getattr(cls.normal, name))
         cls.form = cls.normal.form.replace("x ~ Normal(", "x ~ LogNormal(")
 

@@ -17,8 +17,8 @@ def log_gamma_half_step(a: Array) -> Array:
     The difference of two `gammaln` loses all digits in float32 once `a` is large. Here
     the argument is stepped up by the recurrence
     :math:`\Gamma(a+\frac12)/\Gamma(a) = \frac{a}{a+1/2}\,\Gamma(a+\frac32)/\Gamma(a+1)`
-    and the ratio taken from its asymptotic expansion (DLMF 5.11.13), whose first
-    dropped term is below the dtype's rounding after that many steps.
+    and the ratio taken from the expansion of its logarithm (cf. DLMF 5.11.13), whose
+    first dropped term is below the dtype's rounding after that many steps.
     """
     a = jnp.asarray(a, jnp.result_type(float, a))
     num_steps = 4 if a.dtype.itemsize <= 4 else 20
@@ -128,6 +128,23 @@ def log_rising(a: Array, x: Array, scale: Array | float = 1.0) -> Array:
     return x * jnp.log((a + x) / scale) + ((a - 0.5) * jnp.log1p(x / a) - x) + change
 
 
+def log_rising_of_scale(a: Array, x: Array) -> Array:
+    r"""
+    :math:`\log\Gamma(a + x) - \log\Gamma(a) - x\log x + x` for ``a > 0``, ``x >= 0``,
+    elementwise, and 0 where ``x = 0``.
+
+    :func:`log_rising` without what does not depend on `a`: a few units, however large
+    `x` is, so that differences between values of `a` keep their digits.
+    """
+    a = jnp.asarray(a, jnp.result_type(float, a))
+    some = x > 0
+    x = jnp.where(some, x, 1).astype(a.dtype)
+    ratio = x / a
+    change = stirling_remainder(a + x) - stirling_remainder(a)
+    value = x * jnp.log1p(1 / ratio) + (a - 0.5) * jnp.log1p(ratio) + change
+    return jnp.where(some, value, 0)
+
+
 def factorial_remainder(x: Array) -> Array:
     r""":math:`\log x! - x\log x + x` for ``x >= 0``, elementwise."""
     positive = x > 0
@@ -211,7 +228,8 @@ def _floats(*values: Array) -> list[Array]:
 
 def log_i0e(r: Array) -> Array:
     r"""
-    :math:`\log I_0(r) - r` for ``r >= 0``, elementwise; to 2e-7 in float32.
+    :math:`\log I_0(r) - r` for ``r >= 0``, elementwise; in float32 to 6e-7,
+    absolute or, where the value is large, of it.
 
     By Abramowitz and Stegun (1964), Eqs. 9.8.1 and 9.8.2, with one logarithm for both.
     """

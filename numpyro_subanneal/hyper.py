@@ -1,0 +1,495 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+r"""Moves of hyperparameters, on the collapsed model.
+
+Given the assignments, with cluster parameters integrated out, the hyperparameters
+:math:`h` of a mixture have the density
+
+.. math::
+
+    p(h) \; p(z \mid h) \prod_k p(x_k \mid h),
+
+where :math:`p(z \mid h)` depends on the sizes of the clusters alone, and the marginal
+likelihood :math:`p(x_k \mid h)` of the rows of a cluster on its sufficient statistics.
+So a move costs as much as there are clusters and features, whatever the number of rows.
+
+The factors are read off the user's model, which is run with new values of the
+hyperparameters; whatever lies between those and the priors of cluster parameters is
+the model's own business. Elements of one site that are independent given all else, as
+in a plate, are moved at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import biject_to
+
+from numpyro_subanneal import rows
+from numpyro_subanneal.reading import (
+    HyperSite,
+    Plan,
+    first_values,
+    read,
+    read_prior,
+    site_hyperparameters,
+    trace_at,
+)
+from numpyro_subanneal.rows import Clusters, Component
+from numpyro_subanneal.skeleton import Args, Kwargs, Model, peel
+from numpyro_subanneal.typing import Array
+from numpyro_subanneal.weights import LabelledPrior
+
+Values = Mapping[str, Array]
+
+
+class Target(NamedTuple):
+    """
+    The collapsed model, given the assignments.
+
+    - **plan**, **model**, **args**, **kwargs** - the model that the user wrote.
+    - **components** - those under whose hyperparameters the statistics were made.
+    - **clusters** - sizes and statistics of the clusters.
+    """
+
+    plan: Plan
+    model: Model
+    args: Args
+    kwargs: Kwargs
+    components: Sequence[Component]
+    clusters: Clusters
+
+    def trace(self, values: Values) -> dict:
+        return trace_at(self.plan, self.model, self.args, self.kwargs, values)
+
+    def factors(self, names: Sequence[str], trace: Mapping[str, dict]) -> list[Array]:
+        """
+        Logarithms of the factors of the sites `names`, each with the batch shape of the
+        site, that of an observed mixture without its rows; up to constants.
+        """
+        found = []
+        for name in names:
+            if name == self.plan.partition.name:
+                found.append(self._of_assignments(trace))
+            elif name in self._mixtures:
+                found.append(self._of_mixture(*self._mixtures[name], trace))
+            else:
+                found.append(_log_prob(trace[name]))
+        return found
+
+    @property
+    def _mixtures(self) -> dict[str, tuple[int, int]]:
+        return {
+            shape.name: (b, i)
+            for b, block in enumerate(self.plan.blocks)
+            for i, shape in enumerate(block.sites)
+        }
+
+    def _of_assignments(self, trace):
+        prior = read_prior(self.plan.partition, trace)
+        if isinstance(prior, LabelledPrior):
+            return prior.log_prob_of_parameters(self.clusters.counts)
+        return prior.log_eppf_of_parameters(self.clusters.counts)
+
+    def _of_mixture(self, b, i, trace):
+        whole = self.plan.blocks[b]
+        shape = whole.sites[i]
+        block, like, stats = whole.part(
+            i, self.components[b].hyper, self.clusters.stats[b]
+        )
+        values = site_hyperparameters(block.pair, shape, trace, self.plan.capacity)
+        hyper = block.repack(like, [values])
+        occupied = self.clusters.counts > 0
+        found = block.evidence(like, hyper, stats, occupied)
+        return found.reshape(shape.feature_shape)
+
+
+def _log_prob(site: Mapping[str, Any]) -> Array:
+    fn, value = site["fn"], site["value"]
+    log_prob = fn.log_prob(value)
+    if not isinstance(peel(fn), dist.Unit):
+        # Outside of their supports some densities of NumPyro are not zero.
+        log_prob = jnp.where(fn.support(value), log_prob, -jnp.inf)
+    return log_prob if site["scale"] is None else site["scale"] * log_prob
+
+
+def log_prior(plan: Plan, trace: Mapping[str, dict]) -> Array:
+    """Log prior density of the hyperparameters in `trace`, in nats."""
+    return sum(_log_prob(trace[site.name]).sum() for site in plan.hyper)
+
+
+def update(
+    rng_key: Array,
+    target: Target,
+    values: Values,
+    joint: Sequence[Sequence[str]] = (),
+    skip: Sequence[str] = (),
+) -> dict[str, Array]:
+    """
+    Update every hyperparameter in turn, in the order of the model.
+
+    :param rng_key: key.
+    :param target: the collapsed model.
+    :param values: current values of the hyperparameters.
+    :param joint: groups of sites of finite support that are drawn together.
+    :param skip: sites to leave as they are.
+    :return: new values.
+    """
+    values = dict(values)
+    groups = {name: tuple(group) for group in joint for name in group}
+    sites = {site.name: site for site in target.plan.hyper}
+    done: set[str] = set(skip)
+    for name, site in sites.items():
+        if name in done:
+            continue
+        group = [sites[n] for n in groups.get(name, (name,))]
+        done.update(s.name for s in group)
+        rng_key, key = random.split(rng_key)
+        if site.finite:
+            values |= _enumerate(key, target, group, values)
+        else:
+            values[name] = _slice(key, target, site, values)
+    return values
+
+
+def collapsed_model(plan: Plan, model: Model) -> Callable[..., None]:
+    """
+    The collapsed model as a NumPyro model of its continuous hyperparameters, for a
+    kernel of NumPyro's to sample. Its arguments are a :class:`Target` without its first
+    two fields, and the values of the other hyperparameters.
+    """
+    names = [site.name for site in plan.hyper if not site.finite]
+    factors = [f for s in plan.hyper if not s.finite for f in s.factors]
+    others = [name for name in dict.fromkeys(factors) if name not in names]
+
+    def collapsed(args, kwargs, components, clusters, values):
+        target = Target(plan, model, args, kwargs, components, clusters)
+        trace = trace_at(plan, model, args, kwargs, values, visible=names)
+        terms = target.factors(others, trace)
+        numpyro.factor("_collapsed", sum(jnp.sum(term) for term in terms))
+
+    return collapsed
+
+
+# --- what depends on one site -------------------------------------------------------
+
+
+class _Conditional:
+    """
+    Log density of the elements of some sites given all else, up to a constant.
+
+    :param sites: sites of the same batch shape, one or a group.
+    """
+
+    def __init__(self, target: Target, sites: Sequence[HyperSite], values: Values):
+        self.target = target
+        self.values = dict(values)
+        self.names = tuple(site.name for site in sites)
+        self.factors = tuple(dict.fromkeys(n for site in sites for n in site.factors))
+        self.trace = target.trace(values)
+        shapes = {self.trace[name]["fn"].batch_shape for name in self.names}
+        (self.shape,) = shapes
+        self.size = int(np.prod(self.shape, dtype=int))
+        self.together = all(site.separable for site in sites) or self.size == 1
+
+    def __call__(self, new: Values) -> Array:
+        """At values `new`: of each element, ``[*shape]``."""
+        trace = self.target.trace(self.values | dict(new))
+        terms = self.target.factors(self.factors, trace)
+        total = sum(_sum_to(term, self.shape) for term in terms)
+        return jnp.broadcast_to(total, self.shape)
+
+    def whole(self, new: Values) -> Array:
+        """At values `new`: of all elements together."""
+        trace = self.target.trace(self.values | dict(new))
+        return sum(term.sum() for term in self.target.factors(self.factors, trace))
+
+
+def _sum_to(term: Array, shape: tuple[int, ...]) -> Array:
+    """`term` summed over what is not an axis of `shape`, both aligned to the right."""
+    extra = term.ndim - len(shape)
+    if extra > 0:
+        term = term.sum(tuple(range(extra)))
+    padded = shape[len(shape) - term.ndim :]
+    over = tuple(
+        i
+        for i, (n, m) in enumerate(zip(term.shape, padded, strict=True))
+        if m == 1 and n != 1
+    )
+    return term.sum(over, keepdims=True)
+
+
+def find_separable(
+    plan: Plan, model: Model, rebuild: Callable, arrays: Sequence[Any]
+) -> dict[str, bool]:
+    """
+    Which hyperparameters have elements that are independent given all else: when some
+    of them change, only their own parts of the log density do. Looked at with a few
+    rows and random values.
+    """
+    args, kwargs = rebuild(arrays)
+    many = [site for site in plan.hyper if _batched(plan, model, args, kwargs, site)]
+    if not many:
+        return {}
+
+    def compute(arrays):
+        args, kwargs = rebuild(arrays)
+        a, b = (
+            first_values(random.key(i), plan, model, args, kwargs) for i in range(2)
+        )
+        few = [
+            c._replace(data=[jax.tree.map(lambda v: v[:_FEW], d) for d in c.data])
+            for c in read(plan, model, args, kwargs, a).components
+        ]
+        z = jnp.arange(min(_FEW, plan.num_rows)) % min(2, plan.capacity)
+        clusters = rows.collect(few, z.astype(jnp.int32), plan.capacity)
+        target = Target(plan, model, args, kwargs, few, clusters)
+        out = {}
+        for i, site in enumerate(many):
+            conditional = _Conditional(target, [site], a)
+            if not _reducible(conditional, a):
+                continue
+            name = site.name
+            moved = random.bernoulli(random.key(i), 0.5, conditional.shape)
+            event = jnp.ndim(a[name]) - len(conditional.shape)
+            mixed = jnp.where(
+                moved.reshape(moved.shape + (1,) * event), a[name], b[name]
+            )
+            old, new, both = (
+                conditional({name: value}) for value in (a[name], b[name], mixed)
+            )
+            out[name] = both, jnp.where(moved, old, new)
+        return out
+
+    compiled = jax.jit(compute).lower(arrays).compile()
+    separable = {site.name: False for site in many}
+    for name, (got, expected) in jax.device_get(compiled(arrays)).items():
+        separable[name] = bool(
+            np.allclose(got, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
+        )
+    return separable
+
+
+# Rows of which statistics are made to see what depends on what.
+_FEW = 8
+
+
+def _batched(plan, model, args, kwargs, site) -> bool:
+    shapes = []
+
+    def read_shape():
+        trace = trace_at(plan, model, args, kwargs, {})
+        shapes.append(trace[site.name]["fn"].batch_shape)
+
+    jax.eval_shape(read_shape)
+    return int(np.prod(shapes[0], dtype=int)) > 1
+
+
+def _reducible(conditional: _Conditional, values: Values) -> bool:
+    """Whether every factor has the axes of the site: else its elements are coupled."""
+
+    def shapes(values):
+        trace = conditional.target.trace(values)
+        return conditional.target.factors(conditional.factors, trace)
+
+    for term in jax.eval_shape(shapes, dict(values)):
+        padded = (1,) * (len(conditional.shape) - term.ndim) + term.shape
+        own = padded[len(padded) - len(conditional.shape) :]
+        if any(m != 1 and n != m for n, m in zip(own, conditional.shape, strict=True)):
+            return False
+    return True
+
+
+# --- finite support -----------------------------------------------------------------
+
+
+def _enumerate(
+    rng_key: Array, target: Target, group: Sequence[HyperSite], values: Values
+) -> dict[str, Array]:
+    """
+    Draw sites of finite support from their full conditional: a group jointly, its
+    values in every combination.
+    """
+    at = _Conditional(target, group, values)
+    supports = [
+        at.trace[name]["fn"].enumerate_support(expand=True) for name in at.names
+    ]
+    sizes = [s.shape[0] for s in supports]
+    index = np.array(list(product(*map(range, sizes))), np.int32).T
+    candidates = {
+        name: support[i].astype(jnp.result_type(values[name]))
+        for name, support, i in zip(at.names, supports, index, strict=True)
+    }
+    if at.together:
+        new = _choose(rng_key, jax.vmap(at)(candidates), candidates)
+        return {name: new[name] for name in at.names}
+
+    # One element after another.
+    flat = {n: c.reshape(c.shape[0], -1) for n, c in candidates.items()}
+
+    def element(i, current):
+        def log_density(chosen):
+            return at.whole(
+                {n: current[n].at[i].set(chosen[n]).reshape(at.shape) for n in at.names}
+            )
+
+        own = {n: c[:, i] for n, c in flat.items()}
+        key = random.fold_in(rng_key, i)
+        new = _choose(key, jax.vmap(log_density)(own), own)
+        return {n: current[n].at[i].set(new[n]) for n in at.names}
+
+    start = {n: jnp.asarray(values[n]).reshape(-1) for n in at.names}
+    new = lax.fori_loop(0, at.size, element, start)
+    return {n: new[n].reshape(at.shape) for n in at.names}
+
+
+def _choose(rng_key, log_density, candidates):
+    log_density = jnp.where(jnp.isnan(log_density), -jnp.inf, log_density)
+    # Gumbel-max.
+    noise = random.gumbel(rng_key, log_density.shape, log_density.dtype, mode="high")
+    chosen = jnp.argmax(log_density + noise, 0)[None]
+    return {
+        name: jnp.take_along_axis(value, chosen, 0)[0]
+        for name, value in candidates.items()
+    }
+
+
+# --- continuous support -------------------------------------------------------------
+
+# Width of the first interval on the unconstrained scale, and how many of them it may
+# grow to. Neither affects what is sampled.
+_WIDTH = 2.0
+_MOST_STEPS = 64
+_MOST_TRIES = 200
+
+
+def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> Array:
+    """
+    One slice-sampling update of each coordinate of a site on its unconstrained scale.
+    Where elements are independent given all else, they are updated at once.
+    """
+    at = _Conditional(target, [site], values)
+    name = site.name
+    fn = at.trace[name]["fn"]
+    transform = biject_to(fn.support)
+    start = transform.inv(values[name])
+    num_batch = len(at.shape)
+    event_shape = start.shape[num_batch:]
+    coordinates = int(np.prod(event_shape, dtype=int))
+
+    def log_densities(u):
+        """Of each element on the unconstrained scale: ``[*shape]``."""
+        value = transform(u)
+        log_det = transform.log_abs_det_jacobian(u, value)
+        log_det = jnp.sum(log_det, tuple(range(num_batch, log_det.ndim)))
+        inside = fn.support(value)
+        inside = jnp.all(inside, tuple(range(num_batch, inside.ndim)))
+        return value, log_det, inside
+
+    if at.together:
+
+        def log_density(u):
+            u = u.reshape(start.shape)
+            value, log_det, inside = log_densities(u)
+            found = at({name: value}) + log_det
+            found = jnp.where(inside & jnp.isfinite(found), found, -jnp.inf)
+            return found.reshape(-1)
+
+        u = start.reshape(at.size, coordinates)
+
+        def coordinate(j, u):
+            def along(x):
+                return log_density(u.at[:, j].set(x))
+
+            key = random.fold_in(rng_key, j)
+            return u.at[:, j].set(slice_sample(key, along, u[:, j]))
+
+        u = lax.fori_loop(0, coordinates, coordinate, u)
+    else:
+
+        def log_density(u):
+            u = u.reshape(start.shape)
+            value, log_det, inside = log_densities(u)
+            found = at.whole({name: value}) + log_det.sum()
+            return jnp.where(inside.all() & jnp.isfinite(found), found, -jnp.inf)
+
+        u = start.reshape(-1)
+
+        def coordinate(j, u):
+            def along(x):
+                return log_density(u.at[j].set(x[0]))[None]
+
+            key = random.fold_in(rng_key, j)
+            return u.at[j].set(slice_sample(key, along, u[j][None])[0])
+
+        u = lax.fori_loop(0, len(u), coordinate, u)
+    return transform(u.reshape(start.shape))
+
+
+def slice_sample(
+    rng_key: Array, log_density: Callable[[Array], Array], x: Array
+) -> Array:
+    """
+    Slice sampling of independent real variables, all at once: stepping out and
+    shrinkage (Neal 2003, Figures 3 and 5).
+
+    :param rng_key: key.
+    :param log_density: of each variable, up to a constant: ``[n]`` to ``[n]``; minus
+        infinity where it is zero. Nothing else may depend on them.
+    :param x: current values ``[n]``.
+    :return: new values ``[n]``, of positive density. (One of density zero, which a
+        chain may only start at, moves to what is found near it, or stays.)
+
+    **References:**
+
+    1. *Slice Sampling*, R. M. Neal (2003)
+    """
+    key_level, key_place, key_share, key_tries = random.split(rng_key, 4)
+    dtype = x.dtype
+    level = log_density(x) - random.exponential(key_level, x.shape, dtype)
+    left = x - _WIDTH * random.uniform(key_place, x.shape, dtype)
+    right = left + _WIDTH
+    # At most so many steps in all, shared out at random, which keeps it reversible.
+    steps_left = jnp.floor(_MOST_STEPS * random.uniform(key_share, x.shape, dtype))
+    steps_right = _MOST_STEPS - 1 - steps_left
+
+    def grow(end, steps, by):
+        def unfinished(carry):
+            return carry[2].any()
+
+        def step(carry):
+            end, steps, going = carry
+            going = going & (steps > 0) & (log_density(end) > level)
+            return jnp.where(going, end + by, end), steps - going, going
+
+        start = end, steps, jnp.ones(x.shape, bool)
+        return lax.while_loop(unfinished, step, start)[0]
+
+    left = grow(left, steps_left, -_WIDTH)
+    right = grow(right, steps_right, _WIDTH)
+
+    def unfinished(carry):
+        _, _, _, done, i = carry
+        return ~done.all() & (i < _MOST_TRIES)
+
+    def shrink(carry):
+        left, right, value, done, i = carry
+        u = random.uniform(random.fold_in(key_tries, i), x.shape, dtype)
+        tried = left + u * (right - left)
+        accepted = (log_density(jnp.where(done, value, tried)) > level) & ~done
+        value = jnp.where(accepted, tried, value)
+        below = tried < x
+        left = jnp.where(done | ~below, left, tried)
+        right = jnp.where(done | below, right, tried)
+        return left, right, value, done | accepted, i + 1
+
+    start = left, right, x, jnp.zeros(x.shape, bool), jnp.int32(0)
+    return lax.while_loop(unfinished, shrink, start)[2]
