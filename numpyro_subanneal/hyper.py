@@ -352,6 +352,11 @@ def _enumerate(
 
 
 def _choose(rng_key, log_density, candidates):
+    # A value that a support lists more than once has all its probability each time.
+    alike = True
+    for value in candidates.values():
+        alike = alike & (value[:, None] == value[None])
+    log_density = log_density - jnp.log(alike.sum(1))
     log_density = jnp.where(jnp.isnan(log_density), -jnp.inf, log_density)
     # Gumbel-max.
     noise = random.gumbel(rng_key, log_density.shape, log_density.dtype, mode="high")
@@ -368,7 +373,7 @@ def _choose(rng_key, log_density, candidates):
 # grow to. Neither affects what is sampled.
 _WIDTH = 2.0
 _MOST_STEPS = 64
-_MOST_TRIES = 200
+_MOST_ITERATIONS = 300
 
 
 def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> Array:
@@ -454,42 +459,104 @@ def slice_sample(
     """
     key_level, key_place, key_share, key_tries = random.split(rng_key, 4)
     dtype = x.dtype
-    level = log_density(x) - random.exponential(key_level, x.shape, dtype)
+    fall = random.exponential(key_level, x.shape, dtype)
     left = x - _WIDTH * random.uniform(key_place, x.shape, dtype)
-    right = left + _WIDTH
     # At most so many steps in all, shared out at random, which keeps it reversible.
     steps_left = jnp.floor(_MOST_STEPS * random.uniform(key_share, x.shape, dtype))
-    steps_right = _MOST_STEPS - 1 - steps_left
 
-    def grow(end, steps, by):
-        def unfinished(carry):
-            return carry[2].any()
+    # Each variable goes through its phases on its own. NB: one loop, so that the
+    # density, which may be long, is compiled once.
+    def unfinished(slices):
+        return (slices.phase < _DONE).any() & (slices.i < _MOST_ITERATIONS)
 
-        def step(carry):
-            end, steps, going = carry
-            going = going & (steps > 0) & (log_density(end) > level)
-            return jnp.where(going, end + by, end), steps - going, going
+    def step(slices):
+        phase = slices.phase
+        found = log_density(slices.point)
+        above = found > slices.level
+        level = jnp.where(phase == _LEVEL, found - fall, slices.level)
+        steps_left = slices.steps_left - (phase == _LEFT)
+        steps_right = slices.steps_right - (phase == _RIGHT)
+        left = jnp.where((phase == _LEFT) & above, slices.left - _WIDTH, slices.left)
+        right = jnp.where(
+            (phase == _RIGHT) & above, slices.right + _WIDTH, slices.right
+        )
+        tried = slices.point
+        missed = (phase == _SHRINK) & ~above
+        left = jnp.where(missed & (tried < x), tried, left)
+        right = jnp.where(missed & (tried >= x), tried, right)
+        value = jnp.where((phase == _SHRINK) & above, tried, slices.value)
 
-        start = end, steps, jnp.ones(x.shape, bool)
-        return lax.while_loop(unfinished, step, start)[0]
+        phase = jnp.where(
+            phase == _LEVEL,
+            _LEFT,
+            jnp.where(
+                phase == _LEFT,
+                jnp.where(above & (steps_left > 0), _LEFT, _RIGHT),
+                jnp.where(
+                    phase == _RIGHT,
+                    jnp.where(above & (steps_right > 0), _RIGHT, _SHRINK),
+                    jnp.where((phase == _SHRINK) & ~above, _SHRINK, _DONE),
+                ),
+            ),
+        )
+        # No step is left on this side.
+        phase = jnp.where((phase == _LEFT) & (steps_left <= 0), _RIGHT, phase)
+        phase = jnp.where((phase == _RIGHT) & (steps_right <= 0), _SHRINK, phase)
+        u = random.uniform(random.fold_in(key_tries, slices.i), x.shape, dtype)
+        point = jnp.select(
+            [phase == _LEFT, phase == _RIGHT, phase == _SHRINK],
+            [left, right, left + u * (right - left)],
+            value,
+        )
+        return _Slices(
+            phase,
+            point,
+            value,
+            level,
+            left,
+            right,
+            steps_left,
+            steps_right,
+            slices.i + 1,
+        )
 
-    left = grow(left, steps_left, -_WIDTH)
-    right = grow(right, steps_right, _WIDTH)
+    start = _Slices(
+        phase=jnp.full(x.shape, _LEVEL),
+        point=x,
+        value=x,
+        level=jnp.full(x.shape, -jnp.inf, dtype),
+        left=left,
+        right=left + _WIDTH,
+        steps_left=steps_left,
+        steps_right=_MOST_STEPS - 1 - steps_left,
+        i=jnp.int32(0),
+    )
+    return lax.while_loop(unfinished, step, start).value
 
-    def unfinished(carry):
-        _, _, _, done, i = carry
-        return ~done.all() & (i < _MOST_TRIES)
 
-    def shrink(carry):
-        left, right, value, done, i = carry
-        u = random.uniform(random.fold_in(key_tries, i), x.shape, dtype)
-        tried = left + u * (right - left)
-        accepted = (log_density(jnp.where(done, value, tried)) > level) & ~done
-        value = jnp.where(accepted, tried, value)
-        below = tried < x
-        left = jnp.where(done | ~below, left, tried)
-        right = jnp.where(done | below, right, tried)
-        return left, right, value, done | accepted, i + 1
+_LEVEL, _LEFT, _RIGHT, _SHRINK, _DONE = range(5)
 
-    start = left, right, x, jnp.zeros(x.shape, bool), jnp.int32(0)
-    return lax.while_loop(unfinished, shrink, start)[2]
+
+class _Slices(NamedTuple):
+    """
+    Slices of many variables.
+
+    - **phase** - what `point` is for: the level, the left end of the interval, its
+      right end, a try, or nothing any more.
+    - **point** - where the density is to be found next.
+    - **value** - the variable, once a try was accepted.
+    - **level** - log density above which the slice lies.
+    - **left**, **right** - ends of the interval.
+    - **steps_left**, **steps_right** - steps out that are left on each side.
+    - **i** - number of densities found.
+    """
+
+    phase: Array
+    point: Array
+    value: Array
+    level: Array
+    left: Array
+    right: Array
+    steps_left: Array
+    steps_right: Array
+    i: Array

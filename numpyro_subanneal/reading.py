@@ -192,8 +192,8 @@ def trace_at(
 ) -> dict:
     """
     The model's trace at `values` of latent sites; assignments are all zero and other
-    latent sites feasible, if they are not among them. Handlers around the call see
-    only the sites `visible`, whose values are theirs to choose.
+    latent sites feasible, if they are not among them. Of the model's sites, handlers
+    around the call see only those `visible`, whose values are theirs to choose.
     """
 
     def pick(site):
@@ -208,7 +208,14 @@ def trace_at(
             return jnp.zeros(plan.num_rows, jnp.int32)
         return None if name in plan.imputed else init_to_feasible(site)
 
-    with handlers.block(hide_fn=lambda site: site["name"] not in visible):
+    if not visible:
+        with handlers.block():
+            return run_trace(model, args, kwargs, pick)
+    # NB: handlers around may add sites of their own at those, such as the Jacobian of
+    # an unconstrained value, which are sent through the block too.
+    own = trace_at(plan, model, args, kwargs, values)
+    hidden = set(own) - set(visible)
+    with handlers.block(hide_fn=lambda site: site["name"] in hidden):
         return run_trace(model, args, kwargs, pick)
 
 

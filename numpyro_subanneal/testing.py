@@ -787,6 +787,12 @@ def _statistics(pair, hyper, values, given, orders):
 
 
 @_each_example
+def _rebased(pair, old, new, stat):
+    old, new = (_centred(pair, h)[0] for h in (old, new))
+    return jax.vmap(lambda s: pair.rebase(old, new, s))(stat)
+
+
+@_each_example
 def _merged(pair, hyper, a, b):
     hyper, _ = _centred(pair, hyper)
     return jax.vmap(partial(pair.merge, hyper))(a, b)
@@ -1022,6 +1028,60 @@ def _posterior(case: _Examples) -> Iterator[_Finding]:
         gap = np.abs(got["score"] - whole["score"])
         size = size[..., None] + np.abs(whole["score"])
         yield "log predictive by way of a posterior", gap, 1e-8 * size
+
+
+def _changing(case: _Examples) -> Iterator[_Finding]:
+    """Statistics serve other hyperparameters too: rebased, they say what those of the
+    same values made under these say; and a block's evidence, whole or in parts, changes
+    as the log marginals of occupied clusters do: to 1e-8 of the terms."""
+    pair, other = case.pair, dict(case.hyper)
+    for name, value in case.hyper.items():
+        if name not in pair.in_statistics:
+            # Those of the next example; a single one has only itself.
+            other[name] = np.roll(value, 1, 0) * (1.25 if name in pair.positive else 1)
+    half = [[np.arange(n)[::2], np.arange(n)[1::2], []] for n in case.num]
+    before = case.evaluate(half)
+    here = dict(other)
+    if pair.location is not None:
+        # The origin of the values, which only blocks can keep.
+        here[pair.location[0]] = case.hyper[pair.location[0]]
+    after = case.evaluate(half, hyper=here)
+    rebase = partial(_rebased, pair, case.hyper, here)
+    got = case.appraise(case._in_batches(rebase, case.fold(half)), here)
+    for name in ("log_marginal", "score"):
+        size = np.abs(before["log_marginal"]) + np.abs(after["log_marginal"])
+        if name == "score":
+            size = size[..., None] + np.abs(after[name])
+        what = f"{name.replace('_', ' ')} under other hyperparameters"
+        yield what, np.abs(got[name] - after[name]), 1e-8 * (1 + size)
+    after = case.evaluate(half, hyper=other)
+    expected = (after["log_marginal"] - before["log_marginal"]).sum(1)
+    size = 1 + np.abs(after["log_marginal"]).sum(1)
+    size = size + np.abs(before["log_marginal"]).sum(1)
+    # Masked to the number of values. The last cluster holds all, and is not occupied.
+    rows = np.arange(case.length)
+    z = np.concatenate([rows % 2, np.full(case.length, 2)])
+    occupied = jnp.array([True, True, False])
+    sites = case.sites((), True)
+    for block in pair.blocks(sites):
+        at = [sites.index(s) for s in block.sites]
+        data = [
+            Observed(
+                jnp.concatenate([jnp.asarray(case.values[e])] * 2),
+                jnp.asarray(np.tile(rows < case.num[e], 2)),
+                tuple(jnp.concatenate([jnp.asarray(g[e])] * 2) for g in case.given),
+            )
+            for e in at
+        ]
+        old, new = (
+            [{k: jnp.asarray(v[e]) for k, v in h.items()} for e in at]
+            for h in (case.hyper, other)
+        )
+        changes = _evidence_changes(block, old, new, data, jnp.asarray(z), occupied)
+        for what, found in zip(("block", "part"), changes, strict=True):
+            figure = np.zeros(case.size)
+            figure[at] = np.abs(np.asarray(found) - expected[at])
+            yield f"error of the evidence of a {what}", figure, 1e-8 * size
 
 
 def _finite_share(ok: np.ndarray, what: str) -> _Finding:
@@ -1260,6 +1320,23 @@ def _vector_mass(case: _Examples) -> Iterator[_Finding]:
 
 
 # --- ...of blocks ---
+
+
+@_quickly_compiled
+def _evidence_changes(block, old, new, data, z, occupied):
+    """By how much the evidence of each site changes between hyperparameters, with the
+    whole block and with the part of the site."""
+    like = block.pack(old)
+    stats = _rebuild(block, like, data, z, 3)
+
+    def change(block, like, stats, new):
+        after = block.evidence(like, block.repack(like, new), stats, occupied)
+        return after - block.evidence(like, like, stats, occupied)
+
+    parts = [
+        change(*block.part(i, like, stats), new[i : i + 1]) for i in range(len(new))
+    ]
+    return change(block, like, stats, new), jnp.concatenate(parts)
 
 
 def _packed(
@@ -1743,6 +1820,7 @@ CONJUGATE_LAWS: dict[str, Callable[[_Examples], Iterator[_Finding]]] = {
     "adding then removing is the identity": _removal,
     "merge equals the whole": _merging,
     "posterior after posterior": _posterior,
+    "statistics serve other hyperparameters": _changing,
     "bayes law": _bayes,
     "hyperparameters are read off the prior": _reading,
     "marginal is the mean likelihood": _monte_carlo,

@@ -330,6 +330,41 @@ class Leaking(OwnBlock):
             return super().score(hyper, stats, tables, taken, x) + 0 * x.cell.sum()
 
 
+class CountsPrior(Right):
+    """The count starts at the prior's, as that of a posterior would."""
+
+    def empty(self, hyper):
+        zero = jnp.zeros_like(hyper["mean"])
+        return hyper["shape"], zero, zero
+
+    def _plain(self, hyper, stat):
+        return (stat[0] - hyper["shape"], *stat[1:])
+
+    def add(self, hyper, stat, x):
+        stat = super().add(hyper, self._plain(hyper, stat), x)
+        return (stat[0] + hyper["shape"], *stat[1:])
+
+    def posterior(self, hyper, stat):
+        return super().posterior(hyper, self._plain(hyper, stat))
+
+    def log_marginal(self, hyper, stat):
+        return super().log_marginal(hyper, self._plain(hyper, stat))
+
+
+class OriginLost(OwnBlock):
+    @dataclass(frozen=True)
+    class block(DenseBlock):
+        def repack(self, like, hyper):
+            return self.pack(hyper)
+
+
+class EmptyCounted(OwnBlock):
+    @dataclass(frozen=True)
+    class block(DenseBlock):
+        def evidence(self, like, hyper, stats, occupied):
+            return super().evidence(like, hyper, stats, jnp.ones_like(occupied))
+
+
 FAULTS = {
     "no values have marginal one": [WrongAtNothing],
     "chain rule in any order": [WithoutPlusOne, OneLess],
@@ -337,6 +372,7 @@ FAULTS = {
     "adding then removing is the identity": [KeepsRounding],
     "merge equals the whole": [MergesWithin],
     "posterior after posterior": [OneLess],
+    "statistics serve other hyperparameters": [CountsPrior, OriginLost, EmptyCounted],
     "bayes law": [Unnormalised, NoRoot, Scale],
     "hyperparameters are read off the prior": [Scale],
     "marginal is the mean likelihood": [Unnormalised, NoRoot],
