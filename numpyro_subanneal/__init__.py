@@ -11,6 +11,7 @@ from numpyro_subanneal.distributions import (
     MixtureOfFiniteMixtures,
     PitmanYorProcess,
 )
+from numpyro_subanneal.grid import Grid
 from numpyro_subanneal.kernel import (
     SubsampleAnnealedGibbs,
     SubsampleAnnealedGibbsState,
@@ -30,6 +31,7 @@ __all__ = [
     "AbstractSchedule",
     "ChineseRestaurantProcess",
     "FiniteDirichletMixture",
+    "Grid",
     "LinearSchedule",
     "MixtureOfFiniteMixtures",
     "NotRecognised",

@@ -271,7 +271,7 @@ class Grid(Distribution):
         """
         assert is_prng_key(key)
         index = random.categorical(key, self.logits, shape=self.shape(sample_shape))
-        return _take(self.values, index)
+        return _take(_as_new(self.values), index)
 
     def log_prob(self, value: ArrayLike) -> jax.Array:
         """
@@ -288,7 +288,7 @@ class Grid(Distribution):
     # NB: inside, for it would warn of indices before they are refused.
     @validate_sample
     def _log_prob(self, value: ArrayLike) -> jax.Array:
-        return _log_prob_at(value, self.values, self.logits)
+        return _log_prob_at(value, _as_new(self.values), self.logits)
 
     def enumerate_support(self, expand: bool = True) -> jax.Array:
         """
@@ -479,6 +479,14 @@ def _dtype(values: ArrayLike) -> np.dtype:
     The float type that JAX gives the values.
     """
     return jax.dtypes.canonicalize_dtype(values.dtype)
+
+
+def _as_new(values: ArrayLike) -> ArrayLike:
+    """
+    A NumPy array as one that JAX has not seen: it remembers arrays that were constants
+    of a trace as it converted them there, with x64 on or off.
+    """
+    return values.view() if isinstance(values, np.ndarray) else values
 
 
 @jax.jit

@@ -32,6 +32,7 @@ def test_public_names_are_these():
         "AbstractSchedule",
         "ChineseRestaurantProcess",
         "FiniteDirichletMixture",
+        "Grid",
         "LinearSchedule",
         "MixtureOfFiniteMixtures",
         "NotRecognised",
