@@ -8,8 +8,28 @@ import os
 
 import pytest
 
+# Files that take longest, longest first: one that begins late would run on while the
+# other processes have nothing left to do.
+SLOWEST = (
+    "test_enumeration",
+    "test_pairs",
+    "test_laws",
+    "test_geweke",
+    "test_kernel",
+    "test_hyper",
+    "test_finite_partitions",
+)
+
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "quickly_compiled(yes=True): programs run but once, slower and compiled sooner;"
+        " not where digits, time or memory are tested",
+    )
+    # In the order of `pytest_collection_modifyitems`, not by the number of tests.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Two devices, for chains in parallel; code that uses one is not touched by it.
     flags = os.environ.get("XLA_FLAGS", "")
@@ -36,3 +56,37 @@ def drop_compiled_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+@pytest.fixture(autouse=True)
+def compile_options(request, monkeypatch):
+    """Those of the marker ``quickly_compiled``, of the test or else of its module."""
+    marker = request.node.get_closest_marker("quickly_compiled")
+    if marker is None or marker.args == (False,):
+        yield
+        return
+    import jax
+    from jax._src import compiler
+
+    from numpyro_subanneal.testing import _quick_options
+
+    quickly = _quick_options()
+    # JAX has no public setting of these for all programs. Without this function, tests
+    # are as slow as without the marker.
+    whole = getattr(compiler, "get_compile_options", None)
+
+    def quick(*args, env_options_overrides=None, **kwargs):
+        options = {**quickly, **(env_options_overrides or {})}
+        return whole(*args, env_options_overrides=options, **kwargs)
+
+    if whole is not None:
+        monkeypatch.setattr(compiler, "get_compile_options", quick)
+    # The device is that of every test; that it is named is part of the key under which
+    # JAX keeps programs in memory, so that no other test gets one compiled quickly.
+    with jax.default_device(jax.devices()[0]):
+        yield

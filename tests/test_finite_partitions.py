@@ -33,8 +33,12 @@ from numpyro_subanneal.distributions import (
     PitmanYorProcess,
 )
 
-# (concentration, number of components). NB: compiling is most of the time of the tests
-# here; samplers are compiled for each number of components and each shape.
+# Compiling is most of the time here. Not so quickly where digits or time are tested.
+pytestmark = pytest.mark.quickly_compiled
+as_for_users = pytest.mark.quickly_compiled(False)
+
+# (concentration, number of components). NB: samplers are compiled for each
+# number of components and each shape.
 FINITE = [(1.0, 1), (0.02, 4), (7.0, 4), (0.3, 40)]
 
 # Laws of the number of components less one, and their own logs of probabilities.
@@ -306,6 +310,7 @@ STATES = [
 ]
 
 
+@as_for_users
 @pytest.mark.parametrize("name", ["geometric", "flat"])
 @pytest.mark.parametrize("concentration", [1e-3, 1.0, 100.0])
 def test_float32_weight_of_a_new_cluster_is_right_up_to_a_million_rows(
@@ -330,6 +335,7 @@ def test_float32_weight_of_a_new_cluster_is_right_up_to_a_million_rows(
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@as_for_users
 def test_weights_below_the_smallest_float32_are_right():
     # A new component is n**-100 or so as likely: its exponential underflows.
     prior = MixtureOfFiniteMixtures(100.0, dist.Geometric(0.25), 10**6)
@@ -340,6 +346,7 @@ def test_weights_below_the_smallest_float32_are_right():
     np.testing.assert_allclose(actual, expected + math.log(100.0), rtol=1e-5)
 
 
+@as_for_users
 def test_no_state_gives_nan():
     num_clusters, num_rows = np.meshgrid(np.arange(0, 180), [0, 1, 5, 180, 10**6])
     for extra in (dist.DiscreteUniform(4, 9), dist.Poisson(1.0), dist.Geometric(0.9)):
@@ -418,6 +425,7 @@ LARGE_COUNTS = {
 }
 
 
+@as_for_users
 @pytest.mark.parametrize("counts", LARGE_COUNTS.values(), ids=LARGE_COUNTS.keys())
 @pytest.mark.parametrize("concentration", [1e-4, 1e6])
 @pytest.mark.parametrize("kind", [100, "geometric"])
@@ -439,6 +447,7 @@ def test_float32_keeps_its_accuracy_at_large_counts(counts, concentration, kind)
     assert abs(prior.log_prob(labels) - expected) < tolerance
 
 
+@as_for_users
 def test_float64_is_exact_to_rounding():
     with jax.enable_x64(True):
         for counts in ([1000, 500, 3, 1],):
@@ -516,6 +525,7 @@ def test_many_sampled_labels_are_in_order_of_first_appearance(i):
 
 
 # Means over 400 draws with z < 4.5: false-alarm rate 1.4e-5.
+@as_for_users
 def test_a_million_rows_are_sampled_in_bounded_time_with_the_right_law():
     # The share of the cluster of row 0 is that of its component: size-biased, so
     # Beta(1 + g, (K - 1) g), of mean (1 + g) / (1 + K g).
