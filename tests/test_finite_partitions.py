@@ -34,8 +34,7 @@ from numpyro_subanneal.distributions import (
 )
 
 # Compiling is most of the time here. Not so quickly where digits or time are tested.
-pytestmark = pytest.mark.quickly_compiled
-as_for_users = pytest.mark.quickly_compiled(False)
+quick = pytest.mark.quickly_compiled
 
 # (concentration, number of components). NB: samplers are compiled for each
 # number of components and each shape.
@@ -310,7 +309,6 @@ STATES = [
 ]
 
 
-@as_for_users
 @pytest.mark.parametrize("name", ["geometric", "flat"])
 @pytest.mark.parametrize("concentration", [1e-3, 1.0, 100.0])
 def test_float32_weight_of_a_new_cluster_is_right_up_to_a_million_rows(
@@ -335,7 +333,6 @@ def test_float32_weight_of_a_new_cluster_is_right_up_to_a_million_rows(
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@as_for_users
 def test_weights_below_the_smallest_float32_are_right():
     # A new component is n**-100 or so as likely: its exponential underflows.
     prior = MixtureOfFiniteMixtures(100.0, dist.Geometric(0.25), 10**6)
@@ -346,7 +343,6 @@ def test_weights_below_the_smallest_float32_are_right():
     np.testing.assert_allclose(actual, expected + math.log(100.0), rtol=1e-5)
 
 
-@as_for_users
 def test_no_state_gives_nan():
     num_clusters, num_rows = np.meshgrid(np.arange(0, 180), [0, 1, 5, 180, 10**6])
     for extra in (dist.DiscreteUniform(4, 9), dist.Poisson(1.0), dist.Geometric(0.9)):
@@ -359,6 +355,7 @@ def test_no_state_gives_nan():
 # Limits.
 
 
+@quick
 def test_one_component_holds_all_rows():
     labels = np.zeros(10**4, int)
     for prior in (
@@ -425,7 +422,6 @@ LARGE_COUNTS = {
 }
 
 
-@as_for_users
 @pytest.mark.parametrize("counts", LARGE_COUNTS.values(), ids=LARGE_COUNTS.keys())
 @pytest.mark.parametrize("concentration", [1e-4, 1e6])
 @pytest.mark.parametrize("kind", [100, "geometric"])
@@ -447,7 +443,6 @@ def test_float32_keeps_its_accuracy_at_large_counts(counts, concentration, kind)
     assert abs(prior.log_prob(labels) - expected) < tolerance
 
 
-@as_for_users
 def test_float64_is_exact_to_rounding():
     with jax.enable_x64(True):
         for counts in ([1000, 500, 3, 1],):
@@ -487,6 +482,7 @@ def test_float64_is_exact_to_rounding():
 
 
 # False-alarm rate 1e-4 for each prior, 1.3e-3 for all of them.
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_sampled_partitions_have_their_probabilities(i):
     prior, log_eppf = nth_prior(i, 5)
@@ -503,6 +499,7 @@ def test_sampled_partitions_have_their_probabilities(i):
 
 
 # Binomial counts with z < 4.5: false-alarm rate 2e-5 for the three.
+@quick
 def test_sampled_rows_are_exchangeable():
     # (Given their number of components, mixtures have the same sampler.)
     num_draws = 20_000
@@ -516,6 +513,7 @@ def test_sampled_rows_are_exchangeable():
 
 
 # Few rows: `test_sampled_partitions_have_their_probabilities`.
+@quick
 @pytest.mark.parametrize("i", [3, 5])
 def test_many_sampled_labels_are_in_order_of_first_appearance(i):
     prior, _ = nth_prior(i, 50)
@@ -525,7 +523,6 @@ def test_many_sampled_labels_are_in_order_of_first_appearance(i):
 
 
 # Means over 400 draws with z < 4.5: false-alarm rate 1.4e-5.
-@as_for_users
 def test_a_million_rows_are_sampled_in_bounded_time_with_the_right_law():
     # The share of the cluster of row 0 is that of its component: size-biased, so
     # Beta(1 + g, (K - 1) g), of mean (1 + g) / (1 + K g).
@@ -550,6 +547,7 @@ def test_a_million_rows_are_sampled_in_bounded_time_with_the_right_law():
     assert abs(np.mean(shares) - 0.25) < 4.5 * deviation
 
 
+@quick
 @pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
 def test_same_key_same_draw_and_other_key_other_draw(make_key):
     priors = [make("poisson", 1.0, 100)]
@@ -561,6 +559,7 @@ def test_same_key_same_draw_and_other_key_other_draw(make_key):
         assert (draws != prior.sample(make_key(1), (3,))).any()
 
 
+@quick
 def test_no_key_is_used_twice():
     with jax.debug_key_reuse(True):
         keys = random.split(random.key(0), 2)
@@ -568,6 +567,7 @@ def test_no_key_is_used_twice():
         make("poisson", 1.0, 20).expand((2,)).sample(keys[1])
 
 
+@quick
 @pytest.mark.parametrize("x64", [False, True])
 def test_dtypes_with_and_without_x64(x64):
     with jax.enable_x64(x64):
@@ -597,6 +597,7 @@ def test_dtypes_with_and_without_x64(x64):
 # Shapes and transformations.
 
 
+@quick
 def test_parameters_broadcast_to_the_batch_shape():
     g = np.array([0.5, 1.0, 2.0])
     rate = jnp.array([[1.0], [4.0]])
@@ -645,6 +646,7 @@ def test_parameters_broadcast_to_the_batch_shape():
 
 
 # Binomial counts with z < 4.5: false-alarm rate 2.8e-5.
+@quick
 def test_batch_elements_are_drawn_with_their_own_parameters():
     numbers = jnp.array([1, 5])
     mixed = MixtureOfFiniteMixtures(
@@ -660,6 +662,7 @@ def test_batch_elements_are_drawn_with_their_own_parameters():
         assert (abs(together - expected) < 4.5 * deviation).all(), (together, expected)
 
 
+@quick
 def test_expand_draws_independent_partitions():
     for prior in (FiniteDirichletMixture(1.0, 9, 30), make("poisson", 1.0, 30)):
         labels = np.asarray(prior.expand((4, 3)).sample(random.key(0), (2,)))
@@ -670,6 +673,7 @@ def test_expand_draws_independent_partitions():
         assert log_prob.shape == (2, 4, 3)
 
 
+@quick
 def test_jit_and_vmap_change_nothing():
     def figures(prior, labels):
         counts = jnp.bincount(labels, length=25)
@@ -702,6 +706,7 @@ def test_jit_and_vmap_change_nothing():
                 np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
 
 
+@quick
 def test_weight_of_a_new_cluster_inside_a_compiled_loop():
     prior = make("poisson", 0.7, 100)
 
@@ -717,6 +722,7 @@ def test_weight_of_a_new_cluster_inside_a_compiled_loop():
     np.testing.assert_allclose(found[1:], expected, rtol=1e-5, atol=1e-5)
 
 
+@quick
 @pytest.mark.parametrize(
     "prior",
     [
@@ -747,6 +753,7 @@ def test_priors_survive_flattening_pickling_and_jit(prior):
     jax.tree.unflatten(treedef, [object()] * len(leaves))
 
 
+@quick
 def test_vmap_over_a_prior_as_a_pytree():
     labels = jnp.array([0, 1, 1, 0])
     counts = jnp.array([2, 0, 2])
@@ -773,6 +780,7 @@ def test_vmap_over_a_prior_as_a_pytree():
 # As a site of a NumPyro model.
 
 
+@quick
 def test_priors_are_sites_of_models():
     def model():
         g = numpyro.sample("g", dist.Gamma(1.0, 1.0))
@@ -832,6 +840,7 @@ def test_bad_size_is_refused(size):
         make("poisson", 1.0, size)
 
 
+@quick
 @pytest.mark.parametrize(
     "value, shown",
     [
@@ -853,6 +862,7 @@ def test_bad_concentration_is_named(value, shown):
         assert "`concentration`" in error
 
 
+@quick
 @pytest.mark.parametrize(
     "extra, max_components, shown",
     [
@@ -874,6 +884,7 @@ def test_mass_beyond_the_last_component_is_refused(extra, max_components, shown)
     assert make_prior(validate_args=False).parameter_error() is not None
 
 
+@quick
 @pytest.mark.parametrize("name", EXTRA)
 def test_good_parameters_have_no_error(name):
     for g in (1e-3, np.float64(1.0), jnp.full((2, 3), 2.0)):
@@ -882,6 +893,7 @@ def test_good_parameters_have_no_error(name):
     assert MixtureOfFiniteMixtures(1.0, dist.Poisson(60.0), 4).parameter_error() is None
 
 
+@quick
 def test_traced_parameters_pass_and_concrete_ones_beside_them_do_not():
     @jax.jit
     def good(g, rate):
@@ -906,6 +918,7 @@ def test_traced_parameters_pass_and_concrete_ones_beside_them_do_not():
         )(1.0)
 
 
+@quick
 def test_value_of_another_length_is_refused():
     for prior in (FiniteDirichletMixture(1.0, 3, 4), make("poisson", 1.0, 4)):
         for value in (np.zeros(3, int), np.zeros((4, 5), int), np.array(0)):
@@ -913,6 +926,7 @@ def test_value_of_another_length_is_refused():
                 prior.log_prob(value)
 
 
+@quick
 def test_a_table_without_rows_has_one_partition():
     for prior in (FiniteDirichletMixture(1.0, 3, 0), make("poisson", 1.0, 0)):
         draw = prior.sample(random.key(0), (3,))
