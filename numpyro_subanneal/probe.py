@@ -59,6 +59,11 @@ def compile_for(fn, *args):
     return jax.jit(fn).lower(*args).compile()
 
 
+def _in_double(leaf):
+    floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    return jnp.asarray(leaf, jnp.float64) if floating else leaf
+
+
 class _Values(NamedTuple):
     """
     What the model says of one observed site.
@@ -153,7 +158,7 @@ class Prober:
         names.extend(self.hyper_sites)
         if self.partition.weights is not None:
             names.append(self.partition.weights)
-        return {name: trace[name]["value"] for name in names}
+        return {name: _in_double(trace[name]["value"]) for name in names}
 
     def _compute(self, z, theta, rows, x, arrays):
         args, kwargs = self.rebuild(arrays)
@@ -163,6 +168,11 @@ class Prober:
             return values.get(site["name"]) if site["type"] == "sample" else None
 
         trace = run_trace(self.model, args, kwargs, pick)
+        # What the model holds in single precision keeps its values; but densities have
+        # large terms that cancel.
+        for site in trace.values():
+            if site["type"] == "sample":
+                site["fn"] = jax.tree.map(_in_double, site["fn"])
         out = {}
         for pair, shape in self.shapes:
             base = peel(trace[shape.name]["fn"])
