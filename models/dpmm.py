@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import numpyro
 
 from numpyro_subanneal.distributions import ChineseRestaurantProcess
+from numpyro_subanneal.models import grids
 from numpyro_subanneal.models.features import (
     categorical_features,
     num_rows,
@@ -37,7 +38,9 @@ from numpyro_subanneal.typing import Array
 __all__ = ["categorical", "mixed", "real"]
 
 
-def _partition(x: Array, concentration: float) -> Array:
+def _partition(x: Array, concentration: float | None) -> Array:
+    if concentration is None:
+        concentration = numpyro.sample("concentration", grids.concentration())
     prior = ChineseRestaurantProcess(concentration, size=num_rows(x))
     return numpyro.sample("z", prior)
 
@@ -45,10 +48,10 @@ def _partition(x: Array, concentration: float) -> Array:
 def real(
     x: Array,
     num_clusters: int = 32,
-    concentration: float = 1.0,
+    concentration: float | None = None,
     *,
-    kappa: float = 0.3,
-    shape: float = 2.0,
+    kappa: float | None = None,
+    shape: float | None = None,
 ) -> None:
     """
     Real columns.
@@ -56,7 +59,8 @@ def real(
     :param x: data ``[N, D]``, finite.
     :param int num_clusters: capacity: how many clusters can be represented.
     :param float concentration: of the Dirichlet process; expected a priori are about
-        ``concentration * log(N)`` clusters.
+        ``concentration * log(N)`` clusters. It is learned if it is not given, as are
+        the others below, with the priors of :mod:`~numpyro_subanneal.models.grids`.
     :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
     :param float shape: likewise.
     :raises ValueError: naming the argument, or the cell of the data, that is not valid.
@@ -89,9 +93,9 @@ def categorical(
     x: Array,
     num_categories: Sequence[int],
     num_clusters: int = 32,
-    concentration: float = 1.0,
+    concentration: float | None = None,
     *,
-    strength: float = 10.0,
+    strength: float | None = None,
 ) -> None:
     """
     Columns of categories, of any numbers of categories.
@@ -100,7 +104,8 @@ def categorical(
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
     :param float concentration: of the Dirichlet process; expected a priori are about
-        ``concentration * log(N)`` clusters.
+        ``concentration * log(N)`` clusters. It is learned if it is not given, as are
+        the others below, with the priors of :mod:`~numpyro_subanneal.models.grids`.
     :param float strength: see
         :func:`~numpyro_subanneal.models.features.categorical_features`.
     :raises ValueError: naming the argument, or the cell of the data, that is not valid.
@@ -114,11 +119,11 @@ def mixed(
     categorical: Array,
     num_categories: Sequence[int],
     num_clusters: int = 32,
-    concentration: float = 1.0,
+    concentration: float | None = None,
     *,
-    kappa: float = 0.3,
-    shape: float = 2.0,
-    strength: float = 10.0,
+    kappa: float | None = None,
+    shape: float | None = None,
+    strength: float | None = None,
 ) -> None:
     """
     Real columns and columns of categories of the same rows.
@@ -129,7 +134,8 @@ def mixed(
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
     :param float concentration: of the Dirichlet process; expected a priori are about
-        ``concentration * log(N)`` clusters.
+        ``concentration * log(N)`` clusters. It is learned if it is not given, as are
+        the others below, with the priors of :mod:`~numpyro_subanneal.models.grids`.
     :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
     :param float shape: likewise.
     :param float strength: see

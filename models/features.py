@@ -23,13 +23,19 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+from numpyro_subanneal.models import grids
 from numpyro_subanneal.typing import Array
 
 __all__ = ["categorical_features", "num_rows", "real_features"]
 
 
 def real_features(
-    x: Array, z: Array, num_clusters: int, *, kappa: float, shape: float
+    x: Array,
+    z: Array,
+    num_clusters: int,
+    *,
+    kappa: float | None = None,
+    shape: float | None = None,
 ) -> None:
     r"""
     Declares real columns that are normal within a cluster, with unknown mean and
@@ -50,6 +56,11 @@ def real_features(
     :math:`s_d^2 \kappa / (\kappa + 1)`. A column without variance counts as one of
     variance 1.
 
+    Without `kappa` or `shape` the prior of each column is learned: sites `real_mean`
+    and `real_scale` for :math:`m_d` and :math:`b_d / a`, and `real_kappa` and
+    `real_shape` for what is not given, each ``[D]``, on the grids of
+    :mod:`~numpyro_subanneal.models.grids`.
+
     :param x: data ``[N, D]``, finite.
     :param z: assignments ``[N]``.
     :param int num_clusters: capacity K.
@@ -65,8 +76,11 @@ def real_features(
     """
     _check_table(x, z, "iuf", "real")
     _check_clusters(num_clusters)
-    _check_above("kappa", kappa, 0)
-    _check_above("shape", shape, 1)
+    learned = kappa is None or shape is None
+    if kappa is not None:
+        _check_above("kappa", kappa, 0)
+    if shape is not None:
+        _check_above("shape", shape, 1)
     if not isinstance(x, Tracer):
         bad = ~np.isfinite(np.asarray(x))
         if bad.any():
@@ -75,9 +89,17 @@ def real_features(
                 f"Column {column} of the real data has {x[row, column]} in row {row}; "
                 "values must be finite. Leave out the rows with missing cells."
             )
-    mean, variance = _mean_and_variance(x)
-    rate = variance * (shape - 1) * kappa / (kappa + 1)
     with numpyro.plate("real_features", x.shape[1], dim=-1):
+        if learned:
+            mean = numpyro.sample("real_mean", grids.mean(x))
+            if kappa is None:
+                kappa = numpyro.sample("real_kappa", grids.kappa())
+            if shape is None:
+                shape = numpyro.sample("real_shape", grids.shape())
+            rate = shape * numpyro.sample("real_scale", grids.variance(x))
+        else:
+            mean, variance = _mean_and_variance(x)
+            rate = variance * (shape - 1) * kappa / (kappa + 1)
         with numpyro.plate("clusters", num_clusters, dim=-2):
             var = numpyro.sample("variance", dist.InverseGamma(shape, rate))
             loc = numpyro.sample("loc", dist.Normal(mean, jnp.sqrt(var / kappa)))
@@ -91,7 +113,7 @@ def categorical_features(
     z: Array,
     num_clusters: int,
     *,
-    strength: float,
+    strength: float | None = None,
 ) -> None:
     r"""
     Declares columns of categories with unknown probabilities in each cluster and
@@ -106,7 +128,9 @@ def categorical_features(
     with :math:`s` the strength and :math:`f_d` the frequencies of the categories in the
     column, to which one more row is added that is spread evenly over them, so that a
     category that was not seen keeps a probability. They are the prior predictive of a
-    new cluster (Tu, 2014, Eq. 9).
+    new cluster (Tu, 2014). Without `strength`, that of each column is learned: a site
+    `strength_C` ``[columns]`` on the grid of
+    :func:`~numpyro_subanneal.models.grids.strength`.
 
     :param x: integer codes ``[N, D]``, in column d ``0..num_categories[d] - 1``.
     :param num_categories: number of categories of each column.
@@ -122,7 +146,8 @@ def categorical_features(
     """
     _check_table(x, z, "biu", "categorical")
     _check_clusters(num_clusters)
-    _check_above("strength", strength, 0)
+    if strength is not None:
+        _check_above("strength", strength, 0)
     cardinality = _check_categories(x, num_categories)
     for size in np.unique(cardinality).tolist():
         # The columns of one cardinality stay one array: to slice `x` is to copy it.
@@ -130,8 +155,12 @@ def categorical_features(
         codes = x if len(chosen) == len(cardinality) else x[:, chosen]
         frequency = _frequency(codes, size)
         with numpyro.plate(f"categorical_{size}_features", len(chosen), dim=-1):
+            weight = strength
+            if strength is None:
+                own = numpyro.sample(f"strength_{size}", grids.strength())
+                weight = own[..., None]
             with numpyro.plate("clusters", num_clusters, dim=-2):
-                prior = dist.Dirichlet(strength * frequency)
+                prior = dist.Dirichlet(weight * frequency)
                 probs = numpyro.sample(f"probs_{size}", prior)
             with numpyro.plate("rows", x.shape[0], dim=-2):
                 likelihood = dist.Categorical(probs=probs[z])

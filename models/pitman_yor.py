@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import numpyro
 
 from numpyro_subanneal.distributions import PitmanYorProcess
+from numpyro_subanneal.models import grids
 from numpyro_subanneal.models.features import (
     categorical_features,
     num_rows,
@@ -38,7 +39,15 @@ from numpyro_subanneal.typing import Array
 __all__ = ["categorical", "mixed", "real"]
 
 
-def _partition(x: Array, concentration: float, discount: float) -> Array:
+def _partition(x: Array, concentration: float | None, discount: float | None) -> Array:
+    # Loom's prior is not a product: both large would be a cluster for every few rows.
+    both = concentration is None and discount is None
+    if concentration is None:
+        prior = grids.concentration(triangular=both)
+        concentration = numpyro.sample("concentration", prior)
+    if discount is None:
+        prior = grids.discount(concentration if both else None)
+        discount = numpyro.sample("discount", prior)
     prior = PitmanYorProcess(concentration, discount, size=num_rows(x))
     return numpyro.sample("z", prior)
 
@@ -46,18 +55,20 @@ def _partition(x: Array, concentration: float, discount: float) -> Array:
 def real(
     x: Array,
     num_clusters: int = 32,
-    concentration: float = 1.0,
-    discount: float = 0.1,
+    concentration: float | None = None,
+    discount: float | None = None,
     *,
-    kappa: float = 0.3,
-    shape: float = 2.0,
+    kappa: float | None = None,
+    shape: float | None = None,
 ) -> None:
     """
     Real columns.
 
     :param x: data ``[N, D]``, finite.
     :param int num_clusters: capacity: how many clusters can be represented.
-    :param float concentration: of the Pitman-Yor process, above ``-discount``.
+    :param float concentration: of the Pitman-Yor process, above ``-discount``. It is
+        learned if it is not given, as are the others below, with the priors of
+        :mod:`~numpyro_subanneal.models.grids`.
     :param float discount: in ``[0, 1)``; the number of clusters expected a priori grows
         as ``N ** discount``, and with 0 is that of the Dirichlet process.
     :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.
@@ -92,10 +103,10 @@ def categorical(
     x: Array,
     num_categories: Sequence[int],
     num_clusters: int = 32,
-    concentration: float = 1.0,
-    discount: float = 0.1,
+    concentration: float | None = None,
+    discount: float | None = None,
     *,
-    strength: float = 10.0,
+    strength: float | None = None,
 ) -> None:
     """
     Columns of categories, of any numbers of categories.
@@ -103,7 +114,9 @@ def categorical(
     :param x: integer codes ``[N, D]``, in column d ``0..num_categories[d] - 1``.
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
-    :param float concentration: of the Pitman-Yor process, above ``-discount``.
+    :param float concentration: of the Pitman-Yor process, above ``-discount``. It is
+        learned if it is not given, as are the others below, with the priors of
+        :mod:`~numpyro_subanneal.models.grids`.
     :param float discount: in ``[0, 1)``; the number of clusters expected a priori grows
         as ``N ** discount``, and with 0 is that of the Dirichlet process.
     :param float strength: see
@@ -119,12 +132,12 @@ def mixed(
     categorical: Array,
     num_categories: Sequence[int],
     num_clusters: int = 32,
-    concentration: float = 1.0,
-    discount: float = 0.1,
+    concentration: float | None = None,
+    discount: float | None = None,
     *,
-    kappa: float = 0.3,
-    shape: float = 2.0,
-    strength: float = 10.0,
+    kappa: float | None = None,
+    shape: float | None = None,
+    strength: float | None = None,
 ) -> None:
     """
     Real columns and columns of categories of the same rows.
@@ -134,7 +147,9 @@ def mixed(
         ``0..num_categories[d] - 1``.
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
-    :param float concentration: of the Pitman-Yor process, above ``-discount``.
+    :param float concentration: of the Pitman-Yor process, above ``-discount``. It is
+        learned if it is not given, as are the others below, with the priors of
+        :mod:`~numpyro_subanneal.models.grids`.
     :param float discount: in ``[0, 1)``; the number of clusters expected a priori grows
         as ``N ** discount``, and with 0 is that of the Dirichlet process.
     :param float kappa: see :func:`~numpyro_subanneal.models.features.real_features`.

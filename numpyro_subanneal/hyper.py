@@ -34,6 +34,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 
 from numpyro_subanneal import rows
+from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.reading import (
     HyperSite,
     Plan,
@@ -263,13 +264,14 @@ def find_separable(
             mixed = jnp.where(
                 moved.reshape(moved.shape + (1,) * event), a[name], b[name]
             )
-            old, new, both = (
-                conditional({name: value}) for value in (a[name], b[name], mixed)
+            stacked = jnp.stack([a[name], b[name], mixed])
+            old, new, both = jax.vmap(lambda v, n=name, f=conditional: f({n: v}))(
+                stacked
             )
             out[name] = both, jnp.where(moved, old, new)
         return out
 
-    compiled = jax.jit(compute).lower(arrays).compile()
+    compiled = compile_for(compute, arrays, quickly=True)
     separable = {site.name: False for site in many}
     for name, (got, expected) in jax.device_get(compiled(arrays)).items():
         separable[name] = bool(

@@ -29,10 +29,11 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_sample
 
 from numpyro_subanneal import hyper as hyper_moves
+from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.conjugate import registry
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair, SiteShape
 from numpyro_subanneal.distributions import PartitionDistribution
-from numpyro_subanneal.probe import Prober, column_name, compile_for, pair_name
+from numpyro_subanneal.probe import Prober, column_name, pair_name
 from numpyro_subanneal.reading import (
     HyperSite,
     Partition,

@@ -16,6 +16,7 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair, Hyper, SiteShape
 from numpyro_subanneal.reading import (
     Partition,
@@ -49,14 +50,6 @@ def column_name(shape: SiteShape, index: tuple[int, ...]) -> str:
         return f"Observed site '{shape.name}'"
     position = ", ".join(str(i) for i in index)
     return f"Column {position} of observed site '{shape.name}'"
-
-
-def compile_for(fn, *args):
-    """
-    `fn`, compiled for arguments like `args`. Calls are executed there and then, also
-    while JAX traces the caller: `MCMC` traces `init` when it runs chains in parallel.
-    """
-    return jax.jit(fn).lower(*args).compile()
 
 
 def _in_double(leaf):
@@ -475,7 +468,7 @@ class Prober:
                 for pair, shape in self.shapes
             }
 
-        bayes = compile_for(compute, self.hyper, row(0), shift)
+        bayes = compile_for(compute, self.hyper, row(0), shift, quickly=True)
         for i in range(_NUM_CERTIFIED):
             found = jax.device_get(bayes(self.hyper, row(i), shift + 1 / (2 + i)))
             theta = dict(self.theta[1])

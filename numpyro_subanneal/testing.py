@@ -27,6 +27,7 @@ from scipy import special, stats
 
 from numpyro.distributions import constraints
 
+from numpyro_subanneal.compiling import quick_options
 from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
     AbstractConjugatePair,
@@ -530,31 +531,13 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _quickly_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     @lru_cache(maxsize=1)
     def compiled():
-        return jax.jit(fn, static_argnums=0, compiler_options=_quick_options())
+        return jax.jit(fn, static_argnums=0, compiler_options=quick_options())
 
     @wraps(fn)
     def call(*args):
         return compiled()(*args)
 
     return call
-
-
-@lru_cache(maxsize=1)
-def _quick_options() -> dict[str, Any]:
-    """Options with which XLA takes less than half of the time to compile."""
-    options: dict[str, Any] = {}
-    for name, value in (
-        ("xla_backend_optimization_level", 0),
-        ("xla_cpu_use_fusion_emitters", False),
-    ):
-        # Not every version knows them.
-        more = {**options, name: value}
-        try:
-            jax.jit(lambda: jnp.zeros(()), compiler_options=more).lower().compile()
-        except jax.errors.JaxRuntimeError:
-            continue
-        options = more
-    return options
 
 
 def _in_double() -> bool:

@@ -35,6 +35,11 @@ def planted(num_rows, num_clusters, seed=0):
     return z, 100 + real, categorical, tuple(num_categories.tolist())
 
 
+# What the models learn if it is not given.
+CONSTANTS = {"kappa": 0.3, "shape": 2.0}
+STRENGTH = {"strength": 10.0}
+
+
 def partition_after_annealing(model, *args, seed=0):
     mcmc = MCMC(
         SubsampleAnnealedGibbs(model),
@@ -108,7 +113,9 @@ def test_a_new_cluster_predicts_a_column_as_wide_as_it_is():
     # Mean and standard deviation of 20,000 prior draws of a cell in a cluster by itself
     # (Student t of 8 degrees of freedom: 4 standard errors, false alarm 1e-4 each).
     x = np.random.default_rng(1).normal(50, 3, (200, 1))
-    model = handlers.uncondition(partial(dpmm.real, shape=4.0, num_clusters=1))
+    model = handlers.uncondition(
+        partial(dpmm.real, **CONSTANTS | {"shape": 4.0}, num_clusters=1)
+    )
     draws = Predictive(model, num_samples=100)(random.key(0), x)["real"]
     means = np.asarray(draws).mean((1, 2))
     assert abs(means.mean() - x.mean()) < 4 * means.std() / 10
@@ -138,7 +145,8 @@ def test_base_measures_of_concrete_and_of_traced_data_are_the_same():
     data[0][:, 1] = 0.1  # a constant column
 
     def constants(real, codes):
-        model = handlers.seed(dpmm.mixed, random.key(0))
+        bound = partial(dpmm.mixed, **CONSTANTS, **STRENGTH)
+        model = handlers.seed(bound, random.key(0))
         trace = handlers.trace(model).get_trace(real, codes, (2, 5))
         fns = {name: peeled(site["fn"]) for name, site in trace.items() if "fn" in site}
         return (
@@ -167,13 +175,14 @@ def test_dpmm_is_the_pitman_yor_mixture_of_discount_zero():
     args = real.astype(np.float32), categorical, num_categories
     z = np.arange(40, dtype=np.int32) % 3
     values = []
+    fixed = {**CONSTANTS, **STRENGTH, "concentration": 1.0}
     for model in (dpmm.mixed, partial(pitman_yor.mixed, discount=0.0)):
-        kernel = SubsampleAnnealedGibbs(model)
+        kernel = SubsampleAnnealedGibbs(partial(model, **fixed))
         state = kernel.init(random.key(0), 0, {"z": z}, args, {})
         values.append(float(state.log_joint))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
     prior = testing.log_eppf(z, 1.0) - testing.log_eppf(z, 1.0, 0.5)
-    kernel = SubsampleAnnealedGibbs(partial(pitman_yor.mixed, discount=0.5))
+    kernel = SubsampleAnnealedGibbs(partial(pitman_yor.mixed, discount=0.5, **fixed))
     state = kernel.init(random.key(0), 0, {"z": z}, args, {})
     assert values[0] - float(state.log_joint) == pytest.approx(prior, abs=0.01)
 
