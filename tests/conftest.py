@@ -3,6 +3,7 @@
 
 """What must be set before JAX is imported, for the tests and for their subprocesses."""
 
+from contextlib import contextmanager
 import gc
 import os
 
@@ -63,30 +64,44 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
-@pytest.fixture(autouse=True)
-def compile_options(request, monkeypatch):
-    """Those of the marker ``quickly_compiled``, of the test or else of its module."""
-    marker = request.node.get_closest_marker("quickly_compiled")
-    if marker is None or marker.args == (False,):
-        yield
-        return
+@contextmanager
+def compile_options(node):
+    """Those of the marker ``quickly_compiled``, of a test or of its module."""
     import jax
     from jax._src import compiler
 
-    from numpyro_subanneal.testing import _quick_options
+    from numpyro_subanneal.compiling import quick_options
 
-    quickly = _quick_options()
+    marker = node.get_closest_marker("quickly_compiled")
+    quickly = marker is not None and marker.args != (False,)
     # JAX has no public setting of these for all programs. Without this function, tests
     # are as slow as without the marker.
-    whole = getattr(compiler, "get_compile_options", None)
+    before = getattr(compiler, "get_compile_options", None)
+    default = getattr(before, "default", before)  # what the module's are made from
+    options = quick_options()
 
     def quick(*args, env_options_overrides=None, **kwargs):
-        options = {**quickly, **(env_options_overrides or {})}
-        return whole(*args, env_options_overrides=options, **kwargs)
+        more = {**options, **(env_options_overrides or {})}
+        return default(*args, env_options_overrides=more, **kwargs)
 
-    if whole is not None:
-        monkeypatch.setattr(compiler, "get_compile_options", quick)
-    # The device is that of every test; that it is named is part of the key under which
-    # JAX keeps programs in memory, so that no other test gets one compiled quickly.
-    with jax.default_device(jax.devices()[0]):
+    quick.default = default
+    with pytest.MonkeyPatch.context() as patch:
+        if before is not None:
+            wanted = quick if quickly else default
+            patch.setattr(compiler, "get_compile_options", wanted)
+        # The device is that of every test; that it is named is part of the key under
+        # which JAX keeps programs, so that no other test gets one compiled quickly.
+        with jax.default_device(jax.devices()[0] if quickly else None):
+            yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_options_of_the_module(request):
+    with compile_options(request.node):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def compile_options_of_the_test(request):
+    with compile_options(request.node):
         yield

@@ -30,6 +30,9 @@ from numpyro_subanneal import (
     testing,
 )
 
+# Nearly all of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled
+
 X = np.array([-1.1, -0.4, 0.3, 0.9, 1.4], np.float32)
 N = len(X)
 MEAN, KAPPA, SHAPE, RATE = 0.0, 0.5, 2.0, 0.7

@@ -33,6 +33,9 @@ from numpyro_subanneal import (
     testing,
 )
 
+# Nearly all of the time is that of compiling; digits are compared where it is absent.
+quick = pytest.mark.quickly_compiled
+
 K = 5
 X = blobs(10)
 CODES = np.array([[0, 2], [1, 0], [0, 2], [1, 1], [0, 2], [1, 0], [0, 1], [1, 0]])
@@ -137,6 +140,7 @@ def test_the_ways_to_write_a_mask_agree(obs_mask_run):
         np.testing.assert_array_equal(third[name], value, err_msg=name)
 
 
+@quick
 def test_a_mask_of_ones_changes_nothing_but_rounding():
     # The same keys, and scores that differ in the last digits only.
     mask = np.ones_like(MASK)
@@ -155,6 +159,7 @@ def test_a_mask_of_ones_changes_nothing_but_rounding():
         )
 
 
+@quick
 def test_log_joint_is_that_of_the_cells_that_are_there():
     mcmc = run(by_handler)
     draws, fields = mcmc.get_samples(), mcmc.get_extra_fields()
@@ -173,6 +178,7 @@ def test_log_joint_is_that_of_the_cells_that_are_there():
         np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
+@quick
 @pytest.mark.parametrize("form", ["False", "scalar"])
 def test_a_column_without_any_cell_is_no_data(form):
     mask = {"False": False, "scalar": np.array(False)}
@@ -182,6 +188,7 @@ def test_a_column_without_any_cell_is_no_data(form):
     np.testing.assert_array_equal(mcmc.get_samples()["z"], expected.get_samples()["z"])
 
 
+@quick
 def test_a_mask_of_rows():
     rows = np.arange(10)[:, None] % 3 > 0
     narrow = run(by_handler, mask=rows).get_samples()
@@ -189,6 +196,7 @@ def test_a_mask_of_rows():
     np.testing.assert_array_equal(narrow["z"], full["z"])
 
 
+@quick
 def test_all_rows_without_cells_follow_the_prior():
     # 4,000 draws of 3 rows, thinned until they are close to independent: chi-square
     # with a false alarm of 1e-3.
@@ -209,6 +217,7 @@ def test_all_rows_without_cells_follow_the_prior():
     assert testing.goodness_of_fit(index, probs).p_value > 1e-3
 
 
+@quick
 @pytest.mark.parametrize("chain_method", ["vectorized", "parallel"])
 def test_several_chains(chain_method):
     mcmc = run(by_obs_mask, num_chains=2, chain_method=chain_method)
@@ -231,6 +240,7 @@ def test_masked_cells_are_drawn_and_arviz_and_predictive_go_on(obs_mask_run):
     )
 
 
+@quick
 def test_masked_cells_follow_the_likelihood_of_their_cluster():
     # 10^4 draws of standardised masked cells: Kolmogorov-Smirnov at 1e-4.
     mcmc = run(by_obs_mask, num_samples=1000)
@@ -241,6 +251,7 @@ def test_masked_cells_follow_the_likelihood_of_their_cluster():
     assert stats.kstest(residual, "norm").pvalue > 1e-4
 
 
+@quick
 def test_explain_counts_masked_cells(capsys):
     explain(by_obs_mask, X, MASK, CODES, CODE_MASK)
     shown = capsys.readouterr().out
@@ -248,6 +259,7 @@ def test_explain_counts_masked_cells(capsys):
     assert "x_unobserved      masked cells" in shown
 
 
+@quick
 def test_x64():
     with jax.enable_x64(True):
         draws = run(by_handler).get_samples()
@@ -264,6 +276,7 @@ def refused(model, *args, **kwargs):
     return str(error.value)
 
 
+@quick
 @by_form
 def test_a_bad_cell_that_is_not_masked_is_refused(model):
     x = X.copy()
@@ -275,6 +288,7 @@ def test_a_bad_cell_that_is_not_masked_is_refused(model):
     assert "numpyro.handlers.mask" in message
 
 
+@quick
 def test_a_mask_that_is_not_a_constant_is_refused():
     def model(x):
         loc, var, _ = parameters()
@@ -287,6 +301,7 @@ def test_a_mask_that_is_not_a_constant_is_refused():
     assert "mask" in message and "'x'" in message and "'z'" in message
 
 
+@quick
 @pytest.mark.parametrize("site", ["var", "z"])
 def test_a_masked_latent_site_is_refused(site):
     def model(x):
@@ -303,6 +318,7 @@ def test_a_masked_latent_site_is_refused(site):
     assert f"'{site}'" in message and "masked" in message
 
 
+@quick
 @pytest.mark.parametrize("num_rows", [4, 2])
 def test_a_partly_masked_event_is_refused(num_rows):
     # Also where a mask of cells has by chance a shape that NumPyro would broadcast.
