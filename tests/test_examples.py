@@ -13,6 +13,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ARGUMENTS = {
+    "mixed_with_nuts.py": "-n 5 --num-warmup 5 --num-rows 60 --num-chains 1 --quiet",
+    "benchmarks/hyperparameters.py": "--num-rows 99 --repeats 2 --sweeps 1 --columns 2",
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
     "benchmarks/row_moves.py": "--quick --moves 2000",
 }
@@ -43,5 +45,10 @@ def test_example_runs(name, tmp_path):
         idata = az.from_netcdf(tmp_path / "quickstart.nc")
         assert idata.posterior["z"].shape[0] == 2
         assert "num_clusters" in idata.sample_stats
-    else:
+    elif name == "benchmarks/row_moves.py":
         assert "us/move" in done.stdout
+    elif name == "benchmarks/hyperparameters.py":
+        assert done.stdout.count("update") == 2
+    else:
+        assert "SubsampleAnnealedGibbs alone: Parameter `scale`" in done.stdout
+        assert "slope" in done.stdout

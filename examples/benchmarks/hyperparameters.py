@@ -73,19 +73,20 @@ def real(x, learned=True):
             numpyro.sample("x", dist.Normal(loc[z], jnp.sqrt(var[z])), obs=x)
 
 
-def tables(num_rows):
+def tables(num_rows, num_columns):
     """Planted clusters, so that about as many are occupied."""
     rng = np.random.default_rng(0)
     of = rng.integers(OCCUPIED, size=num_rows)
     columns = {}
-    for d in range(68):
+    for d in range(num_columns):
         num = 2 + d % 16
         probs = rng.dirichlet(np.full(num, 0.3), OCCUPIED)
         x = (rng.random((num_rows, 1)) > probs[of].cumsum(-1)[:, :-1]).sum(-1)
         columns.setdefault(num, []).append(x)
     columns = {num: np.stack(x, -1) for num, x in columns.items()}
-    loc = rng.normal(size=(OCCUPIED, 63)) * 3
-    x = (loc[of] + rng.normal(size=(num_rows, 63))).astype(np.float32)
+    num_reals = min(63, num_columns)
+    loc = rng.normal(size=(OCCUPIED, num_reals)) * 3
+    x = (loc[of] + rng.normal(size=(num_rows, num_reals))).astype(np.float32)
     return jnp.asarray(of, jnp.int32), {"categorical": columns, "real": x}
 
 
@@ -151,10 +152,11 @@ def time_sweep(model, data, z, repeats, learned):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-rows", type=int, default=10_000)
+    parser.add_argument("--columns", type=int, default=68)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--sweeps", type=int, default=10)
     args = parser.parse_args()
-    z, data = tables(args.num_rows)
+    z, data = tables(args.num_rows, args.columns)
     for name, model in (("categorical", categorical), ("real", real)):
         update, compile_time = time_update(model, data[name], z, args.repeats)
         plain = time_sweep(model, data[name], z, args.sweeps, learned=False)
