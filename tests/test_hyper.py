@@ -48,10 +48,10 @@ PARTITIONS = testing.set_partitions(len(Y))
 SUBSETS = [s for n in range(1, 6) for s in itertools.combinations(range(5), n)]
 
 
-def normal_log_marginal(x, mean, kappa):
+def normal_log_marginal(x, mean, kappa, rate=RATE):
     """Product of Student t predictives, for arrays of hyperparameters."""
-    mean, kappa = np.broadcast_arrays(mean, kappa)
-    shape, rate, total = SHAPE, np.full(mean.shape, RATE), 0.0
+    mean, kappa, rate = np.broadcast_arrays(mean, kappa, rate)
+    shape, total = SHAPE, 0.0
     for value in x:
         scale = np.sqrt(rate * (kappa + 1) / (shape * kappa))
         total = total + stats.t.logpdf(value, 2 * shape, mean, scale)
@@ -374,6 +374,15 @@ def test_concentration_given_the_clusters(sizes, prior, discount):
     assert test.pvalue > 1e-4, test
 
 
+def test_a_point_that_a_grid_lists_twice_has_its_weights_once():
+    # Chi-square above 1e-3.
+    prior = Grid(np.array([0.5, 3.0, 0.5, 8.0]), np.array([1.0, 2.0, 1.0, 1.0]))
+    draws = concentration_draws(prior, [3, 2, 1], 0.0, 4000)
+    alpha = np.array([0.5, 3.0, 8.0])
+    log_prob = log_eppf([0, 0, 0, 1, 1, 2], alpha, 0.0) + np.log([2.0, 2.0, 1.0])
+    check(np.abs(draws[:, None] - alpha).argmin(1), special.softmax(log_prob))
+
+
 def test_many_rows_cost_no_digits():
     # In float32, a million rows: the log EPPF itself is about -1e6, and the posterior
     # of the concentration, about Gamma(11, log(1e6)), must not show its rounding.
@@ -525,6 +534,50 @@ def test_indices_are_enumerated():
     for axes in [(0,), (1,), (2, 3), (0, 2)]:
         probs = exact.sum(tuple(i for i in range(4) if i not in axes))
         check(np.ravel_multi_index([index[i] for i in axes], probs.shape), probs)
+
+
+def multivariate():
+    """Of one dimension: statistics that hold the prior's scale matrix and mean."""
+    m = numpyro.sample("m", Grid(GRIDS["m"]))
+    k = numpyro.sample("k", Grid(GRIDS["k"]))
+    rate = numpyro.sample("rate", Grid(np.array([0.3, 1.5, 6.0])))
+    z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=len(Y)))
+    with numpyro.plate("clusters", len(Y)):
+        scale = 2 * rate * jnp.eye(1)
+        cov = numpyro.sample("cov", dist.InverseWishart(2 * SHAPE, scale_matrix=scale))
+        fn = dist.MultivariateNormal(m * jnp.ones(1), covariance_matrix=cov / k)
+        loc = numpyro.sample("loc", fn)
+    with numpyro.plate("rows", len(Y)):
+        fn = dist.MultivariateNormal(loc[z], covariance_matrix=cov[z])
+        numpyro.sample("y", fn, obs=Y[:, None])
+
+
+def test_statistics_that_hold_the_prior_follow_it():
+    # False alarm: 0.4 % for the four comparisons, 0.02 % for the two of parameters.
+    draws = run(SubsampleAnnealedGibbs(multivariate), seed=5)
+    grids = [GRIDS["m"], GRIDS["k"], np.array([0.3, 1.5, 6.0])]
+    m, k, rate = np.meshgrid(*grids, indexing="ij")
+    normal = of_clusters(lambda s: normal_log_marginal(Y[s], m, k, rate))
+    prior = np.stack([log_eppf(z, 1.0, 0.0) for z in PARTITIONS])
+    exact = special.softmax(normal + prior[:, None, None, None])
+    index = [testing.partition_index(draws["z"], PARTITIONS)]
+    for name, grid in zip(("m", "k", "rate"), grids, strict=True):
+        index.append(np.abs(draws[name][..., None] - grid).argmin(-1))
+    for axes in [(0,), (0, 3), (1, 2, 3), (0, 1)]:
+        probs = exact.sum(tuple(i for i in range(4) if i not in axes))
+        check(np.ravel_multi_index([index[i] for i in axes], probs.shape), probs)
+    # Parameters of the first row's cluster: drawn after the hyperparameters moved.
+    together = draws["z"] == 0
+    n = together.sum(-1)
+    mean = (together * Y).sum(-1) / n
+    square = (together * (Y - mean[..., None]) ** 2).sum(-1)
+    m, k, rate = (draws[name].astype(float) for name in ("m", "k", "rate"))
+    added = (square + k * n / (k + n) * (mean - m) ** 2) / 2
+    cov, loc = draws["cov"][..., 0, 0, 0], draws["loc"][..., 0, 0]
+    quantile = stats.gamma(SHAPE + n / 2).cdf((rate + added) / cov)
+    residual = (loc - (k * m + n * mean) / (k + n)) / np.sqrt(cov / (k + n))
+    assert stats.kstest(quantile.ravel(), "uniform").pvalue > 1e-4
+    assert stats.kstest(residual.ravel(), "norm").pvalue > 1e-4
 
 
 # --- Reading and manners -------------------------------------------------------------
@@ -718,7 +771,8 @@ def test_slices_follow_their_densities():
                 -0.5 * ((x[0] - 5) / 0.01) ** 2,
                 -0.5 * (x[1] / 100) ** 2,
                 jnp.logaddexp(
-                    -0.5 * (x[2] + 2) ** 2, np.log(2.0) - 0.5 * (x[2] - 2) ** 2
+                    -0.5 * ((x[2] + 1.2) / 0.4) ** 2,
+                    np.log(2.0) - 0.5 * ((x[2] - 1.6) / 0.4) ** 2,
                 ),
                 jnp.where(x[3] > 0, -x[3], -jnp.inf),
             ]
@@ -735,7 +789,7 @@ def test_slices_follow_their_densities():
     laws = [
         stats.norm(5, 0.01).cdf,
         stats.norm(0, 100).cdf,
-        lambda t: (stats.norm.cdf(t, -2) + 2 * stats.norm.cdf(t, 2)) / 3,
+        lambda t: (stats.norm.cdf(t, -1.2, 0.4) + 2 * stats.norm.cdf(t, 1.6, 0.4)) / 3,
         stats.expon().cdf,
     ]
     for value, cdf in zip(x.T, laws, strict=True):

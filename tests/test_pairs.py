@@ -423,8 +423,15 @@ CASES = [
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.pair)
 # Forms that differ in how the likelihood is written alone (next test but one).
 LOGITS = [c for c in CASES if c.pair.endswith("Logits")]
+# Forms that differ in how the prior is written alone (the test after that).
+TWINS = {
+    "NormalGamma": "NormalInverseGamma",
+    "LogNormalGamma": "LogNormalInverseGamma",
+}
 sampled_cases = pytest.mark.parametrize(
-    "case", [c for c in CASES if c not in LOGITS], ids=lambda c: c.pair
+    "case",
+    [c for c in CASES if c not in LOGITS and c.pair not in TWINS],
+    ids=lambda c: c.pair,
 )
 
 
@@ -440,6 +447,27 @@ def test_logits_forms_are_the_same_pair_with_another_parameter(case):
     for name in dir(probs):
         if not name.startswith("__") and name not in own:
             assert getattr(logits, name, None) is getattr(probs, name), name
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_forms_by_precision_make_the_moves_of_those_by_variance(name):
+    # Other priors, off which the same hyperparameters are read; moves see nothing else.
+    pairs = {type(p).__name__: type(p) for p in PAIRS}
+    one, twin = pairs[name], pairs[TWINS[name]]
+    own = {"prior", "theta", "parameters", "hyperparameters", "form", "normal"}
+    for attribute in dir(twin):
+        if not attribute.startswith("__") and attribute not in {*own, "_abc_impl"}:
+            assert getattr(one, attribute, None) is getattr(twin, attribute), attribute
+    read_off = []
+    for pair in (name, TWINS[name]):
+        (case,) = [c for c in CASES if c.pair == pair]
+        args = case, case.x.astype(np.float32), np.ones(case.x.shape[:2], bool)
+        _, components, _ = read(recognise(model, args, {}), model, args, {}, {})
+        leaves = jax.tree.leaves(components)
+        read_off.append([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+    assert len(read_off[0]) > len({"mean", "kappa", "shape", "rate"})
+    for a, b in zip(*read_off, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def model(case, x, mask):
