@@ -197,6 +197,11 @@ class _Conditional:
         self.factors = tuple(dict.fromkeys(n for site in sites for n in site.factors))
         self.trace = target.trace(values)
         shapes = {self.trace[name]["fn"].batch_shape for name in self.names}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"`joint` names {list(self.names)}, which have the shapes "
+                f"{sorted(shapes)}; sites that are drawn together must have the same."
+            )
         (self.shape,) = shapes
         self.size = int(np.prod(self.shape, dtype=int))
         self.together = all(site.separable for site in sites) or self.size == 1

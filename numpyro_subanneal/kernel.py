@@ -45,6 +45,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
       in each warm-up step. Carried so that a state goes on where it was, whatever
       `MCMC` it is given to.
+    - **since** - rows that have moved since the hyperparameters were updated.
     - **hyper_state** - state of the kernel that samples continuous hyperparameters, if
       one was given, else None.
     - **rng_key** - random number generator key.
@@ -59,6 +60,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     order: Array
     added: Array
     churned: Array
+    since: Array
     hyper_state: Any
     rng_key: Array
 
@@ -462,6 +464,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             order=jnp.argsort(seated < 0, stable=True).astype(jnp.int32),
             added=jnp.asarray(steps.added),
             churned=jnp.asarray(steps.churned),
+            since=zero,
             hyper_state=hyper_state,
             rng_key=rng_key,
         )
@@ -517,6 +520,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             added,
             churned,
             turn=self._turn(state, args, kwargs) if hyper else None,
+            # After the warm-up, at the end of every sweep.
+            since=jnp.where(state.i < state.added.shape[0], state.since, 0),
         )
         hyper, hyper_state = step.values
         prior, components = step.prior, step.components
@@ -546,6 +551,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             order=step.subsample.order,
             added=state.added,
             churned=state.churned,
+            since=step.since,
             hyper_state=hyper_state,
             rng_key=rng_key,
         )

@@ -78,6 +78,7 @@ class Step(NamedTuple):
     - **values** - of the hyperparameters.
     - **prior**, **components** - what the model says at these values.
     - **subsample** - which rows are in.
+    - **since** - number of rows that have moved since the last turn.
     - **refused** - number of moves in which a row could not have opened a cluster
       because all that can be represented were occupied.
     """
@@ -87,6 +88,7 @@ class Step(NamedTuple):
     prior: Prior
     components: tuple[Component, ...]
     subsample: Subsample
+    since: Array
     refused: Array
 
 
@@ -139,6 +141,7 @@ def run_step(
     added: Array,
     churned: Array,
     turn: Turn | None = None,
+    since: Array | int = 0,
 ) -> Step:
     """
     Make the moves of one step.
@@ -154,6 +157,7 @@ def run_step(
     :param turn: moves of the hyperparameters, made once per turnover of the current
         subsample, that is whenever as many rows have moved as it holds (Obermeyer et
         al. 2014, section 2.4).
+    :param since: rows that have moved since the last time.
     """
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
@@ -191,13 +195,14 @@ def run_step(
 
     churn = Churn.start(added, churned)
     zero = jnp.zeros((), jnp.int32)
-    clusters, values, subsample, _, _, refused, _ = lax.while_loop(
+    since = jnp.asarray(since, jnp.int32)
+    clusters, values, subsample, _, since, refused, _ = lax.while_loop(
         unfinished,
         run_chunk,
-        (clusters, values, subsample, churn, zero, zero, rng_key),
+        (clusters, values, subsample, churn, since, zero, rng_key),
     )
     prior, components = law_now(values)
-    return Step(clusters, values, prior, tuple(components), subsample, refused)
+    return Step(clusters, values, prior, tuple(components), subsample, since, refused)
 
 
 def _make_turn(rng_key, law, start, turn, values, counts, stats):

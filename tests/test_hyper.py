@@ -25,6 +25,7 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 from numpyro_subanneal import (
+    AbstractSchedule,
     ChineseRestaurantProcess,
     Grid,
     NotRecognised,
@@ -37,6 +38,7 @@ from numpyro_subanneal import (
 from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import reading as reading_
 from numpyro_subanneal.plan import recognise
+from numpyro_subanneal.schedule import Steps
 
 # --- Data and the reference ---------------------------------------------------------
 
@@ -746,6 +748,42 @@ def test_other_observed_sites_inform_hyperparameters():
 def test_options_are_checked(options, model, message):
     with pytest.raises(ValueError, match=message):
         SubsampleAnnealedGibbs(model, **options).init(random.key(0), 1, None, (), {})
+
+
+def two_shapes(x):
+    alpha = numpyro.sample("alpha", Grid(np.array([0.5, 2.0])))
+    with numpyro.plate("some", 2):
+        m = numpyro.sample("m", Grid(np.array([-1.0, 1.0])))
+    one_column(x, dist.Normal(m.sum(), 1.0), concentration=alpha)
+
+
+def test_groups_must_have_one_shape():
+    kernel = SubsampleAnnealedGibbs(two_shapes, joint=[("alpha", "m")])
+    state = kernel.init(random.key(0), 0, None, (X[:, 0],), {})
+    with pytest.raises(ValueError, match=r"'alpha', 'm'.*\(\), \(2,\)"):
+        kernel.sample(state, (X[:, 0],), {})
+
+
+def test_turnovers_go_on_over_steps():
+    # 3 rows in, 12 moves in 4 steps: as many turnovers as with all in one step.
+    class Slow(AbstractSchedule):
+        def steps(self, num_rows, num_warmup):
+            added = np.zeros(num_warmup, int)
+            added[0], added[-1] = 3, num_rows - 3
+            return Steps(added, np.full(num_warmup, 2))
+
+    kernel = SubsampleAnnealedGibbs(hierarchy, Slow())
+    state = kernel.init(random.key(0), 7, None, (X,), {})
+    sample = jax.jit(lambda state: kernel.sample(state, (X,), {}))
+    values, since = [state.z["tau"]], []
+    for _ in range(6):
+        state = sample(state)
+        values.append(state.z["tau"])
+        since.append(int(state.since))
+    # The first step's 5 moves: at one row, and at three, after three more.
+    assert since == [1, 0, 2, 1, 0, 2], since
+    moved = [bool(a != b) for a, b in zip(values, values[1:], strict=False)]
+    assert moved == [True, True, False, True, True, False], moved
 
 
 def test_no_key_is_used_twice():
