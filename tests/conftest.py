@@ -12,21 +12,21 @@ import pytest
 # Files that take longest, longest first: one that begins late would run on while the
 # other processes have nothing left to do.
 SLOWEST = (
-    "test_enumeration",
     "test_pairs",
+    "test_enumeration",
     "test_laws",
-    "test_geweke",
-    "test_kernel",
     "test_hyper",
+    "test_kernel",
     "test_finite_partitions",
+    "test_masks",
 )
 
 
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        "quickly_compiled(yes=True): programs run but once, slower and compiled sooner;"
-        " not where digits, time or memory are tested",
+        "quickly_compiled(yes=True, level=0): programs are compiled sooner and run"
+        " slower, less so at level 1; not where digits, time or memory are tested",
     )
     # In the order of `pytest_collection_modifyitems`, not by the number of tests.
     if hasattr(config.option, "loadscopereorder"):
@@ -79,6 +79,9 @@ def compile_options(node):
     before = getattr(compiler, "get_compile_options", None)
     default = getattr(before, "default", before)  # what the module's are made from
     options = quick_options()
+    if quickly and "xla_backend_optimization_level" in options:
+        level = marker.kwargs.get("level", 0)
+        options = {**options, "xla_backend_optimization_level": level}
 
     def quick(*args, env_options_overrides=None, **kwargs):
         more = {**options, **(env_options_overrides or {})}

@@ -30,6 +30,9 @@ from numpyro_subanneal import (
     testing,
 )
 
+# Half of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 # Normal columns: mean, kappa, shape, rate of each. Shapes above 4, so that what is
 # compared has four moments. Categorical columns: concentrations.
 MEAN, KAPPA = np.array([0.5, -2.0]), np.array([0.5, 3.0])

@@ -43,6 +43,9 @@ from numpyro_subanneal.plan import recognise
 from numpyro_subanneal.reading import read
 from numpyro_subanneal.subsample import Subsample
 
+# Half of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 N, K = 5, 5
 
 
