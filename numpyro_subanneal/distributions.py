@@ -169,17 +169,17 @@ class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
             ``counts`` less ``axis``. Zero if there are no rows.
         """
 
-    @abstractmethod
     def log_eppf_of_parameters(self, counts: ArrayLike, axis: int = -1) -> jax.Array:
         """
         :meth:`log_eppf` less what depends on the cluster sizes alone: a few units,
         however many rows there are, so that differences between parameters keep their
-        digits.
+        digits. A subclass that does not override it gets :meth:`log_eppf` itself.
 
         :param counts: as of :meth:`log_eppf`.
         :param int axis: the axis of the clusters.
         :return: natural logs, the shape that :meth:`log_eppf` gives.
         """
+        return self.log_eppf(counts, axis)
 
     @abstractmethod
     def log_prob(self, value: ArrayLike) -> jax.Array:

@@ -29,6 +29,7 @@ from numpyro_subanneal import (
     explain,
     testing,
 )
+from numpyro_subanneal.plan import recognise
 
 # Nearly all of the time is that of compiling.
 pytestmark = pytest.mark.quickly_compiled
@@ -311,13 +312,17 @@ def softmax_weights(x):
     observe(x, dist.Categorical(logits=logits), 3)
 
 
+def test_the_concentration_of_the_weights_may_be_learned():
+    (site,) = recognise(latent_alpha, (X,), {}).hyper
+    assert site.name == "alpha" and set(site.factors) == {"alpha", "z"}
+
+
 REFUSED = {
     "powers of the weights": (scaled_weights, ["'z'", "'weights'"]),
     "sticks in reverse": (sticks_in_reverse, ["'z'", "'beta'", "stick"]),
     "probabilities by row": (by_row, ["'z'", "differ between rows"]),
     "fewer clusters than weights": (too_few_clusters, ["'weights'", "4", "3"]),
     "more sticks than clusters": (too_few_sticks, ["'beta'", "4", "3"]),
-    "latent concentration": (latent_alpha, ["'alpha'", "constants"]),
     "logits with a normal prior": (softmax_weights, ["'logits'", "Dirichlet"]),
     "concentration 0": (
         partial(dirichlet, concentration=np.array([0.0, 1.0, 1.0])),

@@ -27,7 +27,9 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 from numpyro_subanneal import (
     AbstractSchedule,
     ChineseRestaurantProcess,
+    FiniteDirichletMixture,
     Grid,
+    MixtureOfFiniteMixtures,
     NotRecognised,
     PitmanYorProcess,
     SubsampleAnnealedGibbs,
@@ -39,6 +41,11 @@ from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import reading as reading_
 from numpyro_subanneal.plan import recognise
 from numpyro_subanneal.schedule import Steps
+from numpyro_subanneal.weights import (
+    DirichletWeights,
+    KnownWeights,
+    StickBreakingWeights,
+)
 
 # --- Data and the reference ---------------------------------------------------------
 
@@ -383,6 +390,48 @@ def test_a_point_that_a_grid_lists_twice_has_its_weights_once():
     alpha = np.array([0.5, 3.0, 8.0])
     log_prob = log_eppf([0, 0, 0, 1, 1, 2], alpha, 0.0) + np.log([2.0, 2.0, 1.0])
     check(np.abs(draws[:, None] - alpha).argmin(1), special.softmax(log_prob))
+
+
+def laws_of_assignments(a):
+    """Every law of partitions and of labels, with parameter `a`."""
+    weights = jnp.array([0.5, 1.0, 0.2, 2.0])
+    probs = jax.nn.log_softmax(a * weights)
+    return {
+        "crp": ChineseRestaurantProcess(a, size=9),
+        "py": PitmanYorProcess(a, 0.3 * jnp.tanh(a), size=9),
+        "finite": FiniteDirichletMixture(a, 5, size=9),
+        "mixed": MixtureOfFiniteMixtures(a, dist.Poisson(2.0), size=9),
+        "dirichlet": DirichletWeights(a * weights, 9),
+        "sticks": StickBreakingWeights(jnp.ones(3), a * jnp.ones(3), 9),
+        "known": KnownWeights(probs, 9),
+    }
+
+
+def test_what_depends_on_parameters_is_all_that_does():
+    # In float64: a difference between parameters is that of the log probabilities.
+    with jax.enable_x64(True):
+        for counts in ([4, 3, 0, 2], [9, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]):
+            counts = jnp.array(counts)
+
+            def both(a, counts=counts):
+                out = []
+                for law in laws_of_assignments(a).values():
+                    if hasattr(law, "log_eppf"):
+                        out.append(
+                            (law.log_eppf(counts), law.log_eppf_of_parameters(counts))
+                        )
+                    else:
+                        out.append(
+                            (law.log_prob(counts), law.log_prob_of_parameters(counts))
+                        )
+                return jnp.array(out)
+
+            found = np.stack([both(jnp.float64(a)) for a in (0.4, 1.0, 6.0)])
+            np.testing.assert_allclose(
+                np.diff(found[..., 0], axis=0),
+                np.diff(found[..., 1], axis=0),
+                atol=1e-9,
+            )
 
 
 def test_many_rows_cost_no_digits():
