@@ -27,6 +27,9 @@ from numpyro_subanneal import (
     testing,
 )
 
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 N, KAPPA, SHAPE = 6, 0.6, 6.0
 BASE = np.array([0.5, 0.3, 0.2], np.float32)
 STRENGTHS = np.array([0.5, 2.0, 8.0], np.float32)

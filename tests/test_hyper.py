@@ -47,6 +47,9 @@ from numpyro_subanneal.weights import (
     StickBreakingWeights,
 )
 
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 # --- Data and the reference ---------------------------------------------------------
 
 Y = np.array([-1.3, -0.4, 0.1, 0.8, 1.9], np.float32)

@@ -18,6 +18,9 @@ from numpyro_subanneal import SubsampleAnnealedGibbs, testing
 from numpyro_subanneal.models import dpmm, pitman_yor
 from numpyro_subanneal.plan import recognise
 
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 FAMILIES = pytest.mark.parametrize("family", [dpmm, pitman_yor], ids=["dpmm", "py"])
 
 

@@ -560,7 +560,7 @@ def test_prior_probabilities_sum_to_one():
 
 # --- Sampling -----------------------------------------------------------------
 
-NUM_CHAINS, KEPT, THINNING, DROPPED = 64, 240, 4, 8
+NUM_CHAINS, KEPT, THINNING, DROPPED = 40, 240, 4, 8
 
 
 def masks_of(case):
