@@ -72,8 +72,12 @@ def run(args, real, categorical, num_categories):
         pitman_yor.mixed,
         num_categories=num_categories,
         num_clusters=16,
-        # Variances are more alike between clusters than the default prior has them.
+        # Constants, so that the program is short; what is left out is learned.
+        concentration=1.0,
+        discount=0.1,
+        kappa=0.3,
         shape=5.0,
+        strength=10.0,
     )
     mcmc = MCMC(
         SubsampleAnnealedGibbs(model),
