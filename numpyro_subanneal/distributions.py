@@ -45,7 +45,29 @@ class _PartitionMeta(type(Distribution), ABCMeta):
     pass
 
 
-class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
+class CheckedParameters:
+    """
+    Part of a distribution whose own `parameter_error` checks its parameters, beyond
+    what NumPyro's constraints can say.
+    """
+
+    def validate_args(self, strict: bool = True) -> None:
+        """
+        Checks the concrete parameters; see :meth:`parameter_error`.
+
+        :param bool strict: also refuse parameters that are traced and so cannot be
+            checked.
+        :raises ValueError: if a concrete parameter is out of range.
+        :raises RuntimeError: if ``strict`` and a parameter is traced.
+        """
+        message = self.parameter_error()
+        if message is not None:
+            raise ValueError(message)
+        if strict and not all(map(not_jax_tracer, jax.tree.leaves(self))):
+            raise RuntimeError("Cannot validate arguments inside jitted code.")
+
+
+class PartitionDistribution(CheckedParameters, Distribution, metaclass=_PartitionMeta):
     r"""
     Abstract base of exchangeable partition priors; what the Gibbs kernel asks of one.
 
@@ -107,21 +129,6 @@ class PartitionDistribution(Distribution, metaclass=_PartitionMeta):
         Number of rows, ``N``.
         """
         return self.event_shape[0]
-
-    def validate_args(self, strict: bool = True) -> None:
-        """
-        Checks the concrete parameters; see :meth:`parameter_error`.
-
-        :param bool strict: also refuse parameters that are traced and so cannot be
-            checked.
-        :raises ValueError: if a concrete parameter is out of range.
-        :raises RuntimeError: if ``strict`` and a parameter is traced.
-        """
-        message = self.parameter_error()
-        if message is not None:
-            raise ValueError(message)
-        if strict and not all(map(not_jax_tracer, jax.tree.leaves(self))):
-            raise RuntimeError("Cannot validate arguments inside jitted code.")
 
     @abstractmethod
     def parameter_error(self) -> str | None:

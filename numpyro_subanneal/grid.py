@@ -37,7 +37,7 @@ from numpyro.distributions.util import array_equiv, validate_sample
 from numpyro.infer.reparam import Reparam
 from numpyro.util import is_prng_key, not_jax_tracer
 
-from numpyro_subanneal.distributions import _concrete, _offending
+from numpyro_subanneal.distributions import CheckedParameters, _concrete, _offending
 
 __all__ = ["Grid", "GridReparam", "index_grids"]
 
@@ -82,7 +82,7 @@ class _GridPoints(Constraint):
 
 
 @final
-class Grid(Distribution):
+class Grid(CheckedParameters, Distribution):
     r"""
     Distribution on finitely many given reals.
 
@@ -182,21 +182,6 @@ class Grid(Distribution):
         if self._weights is None:
             return np.ones(self.values.shape[-1], self.values.dtype)
         return self._weights
-
-    def validate_args(self, strict: bool = True) -> None:
-        """
-        Checks the concrete parameters; see :meth:`parameter_error`.
-
-        :param bool strict: also refuse parameters that are traced and so cannot be
-            checked.
-        :raises ValueError: if a concrete parameter is out of range.
-        :raises RuntimeError: if ``strict`` and a parameter is traced.
-        """
-        message = self.parameter_error()
-        if message is not None:
-            raise ValueError(message)
-        if strict and not all(map(not_jax_tracer, jax.tree.leaves(self))):
-            raise RuntimeError("Cannot validate arguments inside jitted code.")
 
     def parameter_error(self) -> str | None:
         """

@@ -242,7 +242,7 @@ def find_separable(
     rows and random values.
     """
     args, kwargs = rebuild(arrays)
-    many = [site for site in plan.hyper if _batched(plan, model, args, kwargs, site)]
+    many = _with_elements(plan, model, args, kwargs)
     if not many:
         return {}
 
@@ -289,15 +289,19 @@ def find_separable(
 _FEW = 8
 
 
-def _batched(plan, model, args, kwargs, site) -> bool:
-    shapes = []
+def _with_elements(plan, model, args, kwargs) -> list[HyperSite]:
+    """The hyperparameters with more than one element."""
+    found = []
 
-    def read_shape():
+    def read_shapes():
         trace = trace_at(plan, model, args, kwargs, {})
-        shapes.append(trace[site.name]["fn"].batch_shape)
+        shapes = [trace[site.name]["fn"].batch_shape for site in plan.hyper]
+        found.extend(
+            s for s, n in zip(plan.hyper, shapes, strict=True) if np.prod(n) > 1
+        )
 
-    jax.eval_shape(read_shape)
-    return int(np.prod(shapes[0], dtype=int)) > 1
+    jax.eval_shape(read_shapes)
+    return found
 
 
 def _reducible(conditional: _Conditional, values: Values) -> bool:
@@ -397,8 +401,9 @@ def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> A
     event_shape = start.shape[num_batch:]
     coordinates = int(np.prod(event_shape, dtype=int))
 
-    def log_densities(u):
-        """Of each element on the unconstrained scale: ``[*shape]``."""
+    def constrain(u):
+        """The value, and for each element the log Jacobian and whether it is in the
+        support: ``[*shape]``."""
         value = transform(u)
         log_det = transform.log_abs_det_jacobian(u, value)
         log_det = jnp.sum(log_det, tuple(range(num_batch, log_det.ndim)))
@@ -410,7 +415,7 @@ def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> A
 
         def log_density(u):
             u = u.reshape(start.shape)
-            value, log_det, inside = log_densities(u)
+            value, log_det, inside = constrain(u)
             found = at({name: value}) + log_det
             found = jnp.where(inside & jnp.isfinite(found), found, -jnp.inf)
             return found.reshape(-1)
@@ -429,7 +434,7 @@ def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> A
 
         def log_density(u):
             u = u.reshape(start.shape)
-            value, log_det, inside = log_densities(u)
+            value, log_det, inside = constrain(u)
             found = at.whole({name: value}) + log_det.sum()
             return jnp.where(inside.all() & jnp.isfinite(found), found, -jnp.inf)
 
@@ -493,18 +498,15 @@ def slice_sample(
         right = jnp.where(missed & (tried >= x), tried, right)
         value = jnp.where((phase == _SHRINK) & above, tried, slices.value)
 
-        phase = jnp.where(
-            phase == _LEVEL,
-            _LEFT,
-            jnp.where(
-                phase == _LEFT,
-                jnp.where(above & (steps_left > 0), _LEFT, _RIGHT),
-                jnp.where(
-                    phase == _RIGHT,
-                    jnp.where(above & (steps_right > 0), _RIGHT, _SHRINK),
-                    jnp.where((phase == _SHRINK) & ~above, _SHRINK, _DONE),
-                ),
-            ),
+        phase = jnp.select(
+            [phase == _LEVEL, phase == _LEFT, phase == _RIGHT, phase == _SHRINK],
+            [
+                jnp.full_like(phase, _LEFT),
+                jnp.where(above, _LEFT, _RIGHT),
+                jnp.where(above, _RIGHT, _SHRINK),
+                jnp.where(above, _DONE, _SHRINK),
+            ],
+            _DONE,
         )
         # No step is left on this side.
         phase = jnp.where((phase == _LEFT) & (steps_left <= 0), _RIGHT, phase)

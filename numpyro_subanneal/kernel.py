@@ -65,6 +65,10 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     rng_key: Array
 
 
+# What a kernel finds out in `init` that is of that kernel and process alone.
+_NOT_COPIED = ("_read_for", "_hyper", "_init_fn", "_sample_fn")
+
+
 class SubsampleAnnealedGibbs(MCMCKernel):
     """
     Subsample-annealed collapsed Gibbs sampling of mixture models.
@@ -195,6 +199,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self._read_for: tuple | None = None
         self._hyper: MCMCKernel | None = None
         self._num_hyper_warmup = 0
+        self._init_fn: Callable | None = None
         self._sample_fn: Callable | None = None
         self._warned = False
 
@@ -268,7 +273,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def wrap_model(self, wrapper):
         kernel = copy.copy(self)
         kernel._model = wrapper(self._model)
-        kernel._plan = kernel._read_for = kernel._hyper = kernel._sample_fn = None
+        kernel._plan = None
+        for name in _NOT_COPIED:
+            setattr(kernel, name, None)
         return kernel
 
     def refresh(self, state, model_args, model_kwargs):
@@ -289,12 +296,14 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         composite = GIBBS_SITES_KWARG in model_kwargs
         given = self._check_init_params(init_params, num_warmup, batch_shape, composite)
         rebuild, arrays = reading.with_array_arguments(model_args, model_kwargs)
-        self._hyper = self._make_hyper_kernel()
+        if self._init_fn is None:
+            self._hyper = self._make_hyper_kernel()
+            self._init_fn = jax.jit(partial(self._init_one, rebuild, composite))
+        init_fn = self._init_fn
         # It should be adapted to all rows, but have done so when the warm-up ends.
         first_size = self._plan.num_rows if self._schedule.starts_full else 0
         updates = steps.num_turnovers(first_size) * self._num_hyper_updates
         self._num_hyper_warmup = int(0.95 * updates)
-        init_fn = jax.jit(partial(self._init_one, rebuild, composite))
         if not is_prng_key(rng_key):
             init_fn = jax.vmap(init_fn, in_axes=(0, 0, None, None))
         self._sample_fn = self._sample_one
@@ -317,6 +326,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 return
         self._plan = planning.recognise(self._model, args, kwargs)
         self._read_for = leaves, treedef, siblings
+        self._init_fn = None
 
     def _check_joint(self) -> None:
         sites = {site.name: site for site in self._plan.hyper}
@@ -497,9 +507,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             prior, components, _ = reading.read(
                 plan, self._model, args, kwargs, values[0], like
             )
+            self._check_rows(state, components)
             return prior, components
 
-        self._check_rows(state, args, kwargs, hyper)
         z = state.z[plan.partition.name]
         if composite:
             # There every row has a label, for the others to see.
@@ -556,9 +566,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             rng_key=rng_key,
         )
 
-    def _check_rows(self, state, args, kwargs, hyper) -> None:
-        found = reading.read(self._plan, self._model, args, kwargs, hyper)
-        for num_rows in {x.value.shape[0] for c in found.components for x in c.data}:
+    @staticmethod
+    def _check_rows(state, components) -> None:
+        for num_rows in {x.value.shape[0] for c in components for x in c.data}:
             if state.order.shape != (num_rows,):
                 raise ValueError(
                     f"The state is of a table of {state.order.shape[0]} rows, but the "
@@ -654,6 +664,4 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     def __getstate__(self):
         state = self.__dict__.copy()
-        for name in ("_read_for", "_hyper", "_sample_fn"):
-            state[name] = None
-        return state
+        return state | dict.fromkeys(_NOT_COPIED)

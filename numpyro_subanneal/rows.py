@@ -186,7 +186,7 @@ def run_step(
             held = clusters.counts, clusters.stats
             values, stats = lax.cond(
                 due,
-                lambda: _make_turn(key_turn, law, start, turn, values, *held),
+                lambda: _make_turn(key_turn, law, turn, values, components, *held),
                 lambda: (values, clusters.stats),
             )
             clusters = clusters._replace(stats=stats)
@@ -205,15 +205,14 @@ def run_step(
     return Step(clusters, values, prior, tuple(components), subsample, since, refused)
 
 
-def _make_turn(rng_key, law, start, turn, values, counts, stats):
-    _, old = law(values, start)
-    new_values = turn(rng_key, values, old, counts, stats)
-    _, new = law(new_values, start)
+def _make_turn(rng_key, law, turn, values, components, counts, stats):
+    values = turn(rng_key, values, components, counts, stats)
+    _, new = law(values, components)
     stats = tuple(
         a.block.rebase(a.hyper, b.hyper, s)
-        for a, b, s in zip(old, new, stats, strict=True)
+        for a, b, s in zip(components, new, stats, strict=True)
     )
-    return new_values, stats
+    return values, stats
 
 
 class _Loop(NamedTuple):
