@@ -23,6 +23,7 @@ from numpyro_subanneal.schedule import (
     PriorGibbs,
     SequentialGibbs,
 )
+from numpyro_subanneal.splitmerge import SplitMerge
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "PitmanYorProcess",
     "PriorGibbs",
     "SequentialGibbs",
+    "SplitMerge",
     "SubsampleAnnealedGibbs",
     "SubsampleAnnealedGibbsState",
     "explain",

@@ -24,6 +24,7 @@ from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading, rows
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
+from numpyro_subanneal.splitmerge import Record, SplitMerge, split_and_merge
 from numpyro_subanneal.subsample import Subsample
 from numpyro_subanneal.typing import Array
 
@@ -45,7 +46,10 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
       in each warm-up step. Carried so that a state goes on where it was, whatever
       `MCMC` it is given to.
-    - **since** - rows that have moved since the hyperparameters were updated.
+    - **since** - rows that have moved since the last turnover of the subsample, when
+      hyperparameters were updated and clusters split and merged.
+    - **split_merge** - what has become of proposals to split and merge clusters; its
+      counts are also :attr:`num_splits` and the like.
     - **hyper_state** - state of the kernel that samples continuous hyperparameters, if
       one was given, else None.
     - **rng_key** - random number generator key.
@@ -61,8 +65,29 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     added: Array
     churned: Array
     since: Array
+    split_merge: Record
     hyper_state: Any
     rng_key: Array
+
+    @property
+    def num_splits(self) -> Array:
+        """Number of proposals to split a cluster that were accepted so far."""
+        return self.split_merge.splits
+
+    @property
+    def num_merges(self) -> Array:
+        """Number of proposals to merge two clusters that were accepted so far."""
+        return self.split_merge.merges
+
+    @property
+    def num_split_proposals(self) -> Array:
+        """Number of proposals to split a cluster so far."""
+        return self.split_merge.split_proposals
+
+    @property
+    def num_merge_proposals(self) -> Array:
+        """Number of proposals to merge two clusters so far."""
+        return self.split_merge.merge_proposals
 
 
 # What a kernel finds out in `init` that is of that kernel and process alone.
@@ -85,7 +110,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     cluster parameters integrated out, whenever as many rows have moved as the current
     subsample holds, so once a sweep in the end: those of finite support
     (:class:`~numpyro_subanneal.grid.Grid`, `Categorical`, ...) by enumeration, the
-    others by slice sampling of each, or by the kernel `hyper_kernel`.
+    others by slice sampling of each, or by the kernel `hyper_kernel`. Just before,
+    a few proposals are made to split a cluster in two or to merge two
+    (:class:`~numpyro_subanneal.splitmerge.SplitMerge`): moves of single rows seldom get
+    there.
 
     During the warm-up Gibbs moves run on a churning subsample that grows to all
     rows, as its `schedule` says; every later step is one exact sweep, N random-scan
@@ -111,6 +139,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         as ``[("concentration", "discount")]``.
     :param int num_hyper_updates: how often the hyperparameters are updated at each
         turnover of the subsample; the paper's is 1.
+    :param SplitMerge split_merge: how many splits and merges are proposed at each
+        turnover, and how; None for none.
     :raises NotRecognised: by :meth:`init`, before anything is compiled, if the model or
         the data cannot be sampled; :func:`~numpyro_subanneal.plan.explain` shows how a
         model is read.
@@ -158,6 +188,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         hyper_kernel: Callable[[Callable], MCMCKernel] | None = None,
         joint: Sequence[Sequence[str]] = (),
         num_hyper_updates: int = 1,
+        split_merge: SplitMerge | None = SplitMerge(),
     ):
         if not callable(model):
             raise ValueError(
@@ -189,11 +220,17 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 "`num_hyper_updates` must be a positive integer, got "
                 f"{num_hyper_updates!r}."
             )
+        if not isinstance(split_merge, SplitMerge | None):
+            raise ValueError(
+                "`split_merge` must be a `SplitMerge`, such as `SplitMerge()`, or None "
+                f"for no such proposals, got {split_merge!r}."
+            )
         self._model = model
         self._schedule = schedule
         self._hyper_kernel = hyper_kernel
         self._joint = tuple(tuple(group) for group in joint)
         self._num_hyper_updates = int(num_hyper_updates)
+        self._split_merge = split_merge
         # What `init` finds out; the closures among it are not pickled.
         self._plan: reading.Plan | None = None
         self._read_for: tuple | None = None
@@ -225,6 +262,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             "num_clusters",
             "subsample_size",
             "capacity_reached",
+            "num_splits",
+            "num_merges",
         )
 
     def get_diagnostics_str(self, state: SubsampleAnnealedGibbsState) -> str:
@@ -235,6 +274,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             f"{int(state.subsample_size)}/{num_rows} rows, "
             f"{int(state.num_clusters)} clusters"
         )
+        if self._split_merge is not None:
+            text += f", {int(state.num_splits)} splits, {int(state.num_merges)} merges"
         reached = int(state.capacity_reached)
         if reached:
             text += f", capacity reached in {reached} moves"
@@ -422,7 +463,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         plan = self._plan
         args, kwargs = rebuild(arrays)
         partition = plan.partition.name
-        rng_key, key_partition, key_values, key_hyper = random.split(rng_key, 4)
+        rng_key, key_partition, key_values, key_hyper, key_order = random.split(
+            rng_key, 5
+        )
         values = reading.first_values(key_values, plan, self._model, args, kwargs)
         for name, value in values.items():
             if name in given:
@@ -471,10 +514,14 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             capacity_reached=jnp.sum(labels != z, dtype=jnp.int32)
             if z is not None
             else zero,
-            order=jnp.argsort(seated < 0, stable=True).astype(jnp.int32),
+            # Splits are proposed in this order, which is that of the table in nothing.
+            order=jnp.argsort(
+                2.0 * (seated < 0) + random.uniform(key_order, seated.shape)
+            ).astype(jnp.int32),
             added=jnp.asarray(steps.added),
             churned=jnp.asarray(steps.churned),
             since=zero,
+            split_merge=Record.start(),
             hyper_state=hyper_state,
             rng_key=rng_key,
         )
@@ -520,6 +567,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
             z = jnp.where(place < state.subsample_size, z, -1)
         added, churned = self._moves(state, plan.num_rows)
+        warm = state.i < state.added.shape[0]
+        jump = partial(split_and_merge, self._split_merge, adapting=warm)
         step = rows.run_step(
             key_moves,
             law,
@@ -531,7 +580,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             churned,
             turn=self._turn(state, args, kwargs) if hyper else None,
             # After the warm-up, at the end of every sweep.
-            since=jnp.where(state.i < state.added.shape[0], state.since, 0),
+            since=jnp.where(warm, state.since, 0),
+            jump=jump if self._split_merge is not None else None,
+            record=state.split_merge,
         )
         hyper, hyper_state = step.values
         prior, components = step.prior, step.components
@@ -557,11 +608,14 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             log_joint=log_joint,
             num_clusters=jnp.sum(step.clusters.counts > 0, dtype=jnp.int32),
             subsample_size=step.subsample.size,
-            capacity_reached=state.capacity_reached + step.refused,
+            capacity_reached=state.capacity_reached
+            + step.refused
+            + (step.record.refused - state.split_merge.refused),
             order=step.subsample.order,
             added=state.added,
             churned=state.churned,
             since=step.since,
+            split_merge=step.record,
             hyper_state=hyper_state,
             rng_key=rng_key,
         )

@@ -69,6 +69,10 @@ hyperparameters, packed for statistics made under components `like`, if given.""
 Turn: TypeAlias = Callable[[Array, Any, Sequence[Component], Array, tuple], Any]
 """Called as ``turn(rng_key, values, components, counts, stats)``: new values."""
 
+Jump: TypeAlias = Callable[..., tuple[Clusters, Any]]
+"""Called as ``jump(rng_key, prior, components, clusters, subsample, record, due)``:
+clusters after moves of many rows at once, if they are due, and the new record."""
+
 
 class Step(NamedTuple):
     """
@@ -81,6 +85,7 @@ class Step(NamedTuple):
     - **since** - number of rows that have moved since the last turn.
     - **refused** - number of moves in which a row could not have opened a cluster
       because all that can be represented were occupied.
+    - **record** - what has become of moves of many rows at once.
     """
 
     clusters: Clusters
@@ -90,6 +95,7 @@ class Step(NamedTuple):
     subsample: Subsample
     since: Array
     refused: Array
+    record: Any
 
 
 # Moves drawn at a time: enough to spread the cost of starting a chunk, few enough to
@@ -142,9 +148,14 @@ def run_step(
     churned: Array,
     turn: Turn | None = None,
     since: Array | int = 0,
+    jump: Jump | None = None,
+    record: Any = None,
 ) -> Step:
     """
     Make the moves of one step.
+
+    There is a turn whenever as many rows have moved as the current subsample holds
+    (Obermeyer et al. 2014, section 2.4); then other moves than of single rows are made.
 
     :param rng_key: key.
     :param law: what the model says at given values of its hyperparameters.
@@ -154,15 +165,16 @@ def run_step(
     :param subsample: which rows are in.
     :param added: number of rows to add.
     :param churned: number of rows to churn besides.
-    :param turn: moves of the hyperparameters, made once per turnover of the current
-        subsample, that is whenever as many rows have moved as it holds (Obermeyer et
-        al. 2014, section 2.4).
-    :param since: rows that have moved since the last time.
+    :param turn: moves of the hyperparameters, made at each turn.
+    :param since: rows that have moved since the last turn.
+    :param jump: moves of many rows at once, made at each turn before those.
+    :param record: what `jump` is given the first time.
     """
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
     prior, start = law(values, None)
     clusters = collect(start, z, capacity)
+    turns = turn is not None or jump is not None
 
     def law_now(values):
         return (prior, start) if turn is None else law(values, start)
@@ -172,17 +184,23 @@ def run_step(
         return over_chains(churn.left) > 0
 
     def run_chunk(carry):
-        clusters, values, subsample, churn, since, refused, rng_key = carry
-        rng_key, key_churn, key_moves, key_turn = random.split(rng_key, 4)
+        clusters, values, subsample, churn, since, refused, record, rng_key = carry
+        rng_key, key_churn, key_moves, key_jump, key_turn = random.split(rng_key, 5)
         most = jnp.int32(chunk)
-        if turn is not None:
+        if turns:
             most = jnp.clip(subsample.size - since, 1, most)
         subsample, churn, moves = draw_moves(key_churn, subsample, churn, chunk, most)
         prior, components = law_now(values)
         clusters, more = _run_moves(key_moves, prior, components, clusters, moves)
-        if turn is not None:
+        if turns:
             since = since + moves.count
             due = (since >= subsample.size) & (moves.count > 0)
+            since = jnp.where(due, 0, since)
+        if jump is not None:
+            clusters, record = jump(
+                key_jump, prior, components, clusters, subsample, record, due
+            )
+        if turn is not None:
             held = clusters.counts, clusters.stats
             values, stats = lax.cond(
                 due,
@@ -190,19 +208,20 @@ def run_step(
                 lambda: (values, clusters.stats),
             )
             clusters = clusters._replace(stats=stats)
-            since = jnp.where(due, 0, since)
-        return clusters, values, subsample, churn, since, refused + more, rng_key
+        refused = refused + more
+        return clusters, values, subsample, churn, since, refused, record, rng_key
 
     churn = Churn.start(added, churned)
     zero = jnp.zeros((), jnp.int32)
     since = jnp.asarray(since, jnp.int32)
-    clusters, values, subsample, _, since, refused, _ = lax.while_loop(
+    clusters, values, subsample, _, since, refused, record, _ = lax.while_loop(
         unfinished,
         run_chunk,
-        (clusters, values, subsample, churn, since, zero, rng_key),
+        (clusters, values, subsample, churn, since, zero, record, rng_key),
     )
     prior, components = law_now(values)
-    return Step(clusters, values, prior, tuple(components), subsample, since, refused)
+    components = tuple(components)
+    return Step(clusters, values, prior, components, subsample, since, refused, record)
 
 
 def _make_turn(rng_key, law, turn, values, components, counts, stats):

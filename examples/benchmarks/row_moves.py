@@ -142,6 +142,9 @@ def pair_models():
         loc = sample("loc", dist.Normal(0.0, 1 / jnp.sqrt(0.04 * precision)))
         return loc, 1 / jnp.sqrt(precision)
 
+    def beta_below_one(sample):  # of which no count is astronomic
+        return (sample("probs", dist.Beta(2.0, 5.0)),)
+
     def dirichlet(num):
         return lambda sample: (sample("probs", dist.Dirichlet(jnp.full(num, 0.1))),)
 
@@ -171,7 +174,10 @@ def pair_models():
         "Beta-Binomial, n=10": (beta, lambda p: dist.Binomial(10, probs=p)),
         "Beta-Binomial, n by row": (beta, "binomial by row"),
         "Beta-Geometric": (beta, lambda p: dist.Geometric(probs=p)),
-        "Beta-NegativeBinomial": (beta, lambda p: dist.NegativeBinomialProbs(3.0, p)),
+        "Beta-NegativeBinomial": (
+            beta_below_one,
+            lambda p: dist.NegativeBinomialProbs(3.0, p),
+        ),
         "Gamma-Poisson": (gamma, dist.Poisson),
         "Gamma-Exponential": (gamma, dist.Exponential),
         "Gamma-Gamma": (gamma, lambda rate: dist.Gamma(2.0, rate)),
@@ -280,7 +286,7 @@ def time_sweeps(model, args, z, moves):
     num_rows = len(z)
     num_samples = max(1, moves // num_rows)
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(model),
+        SubsampleAnnealedGibbs(model, split_merge=None),
         num_warmup=0,
         num_samples=num_samples,
         # Without its progress bar NumPyro compiles anew at every run.
@@ -320,7 +326,7 @@ def run_large(num_rows, num_columns, num_warmup):
     x, _ = planted("categorical", num_rows, num_columns, 20)
     before = peak_mb()
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(make_model("categorical", 64)),
+        SubsampleAnnealedGibbs(make_model("categorical", 64), split_merge=None),
         num_warmup=num_warmup,
         num_samples=1,
         progress_bar=False,

@@ -335,6 +335,10 @@ class AbstractBlock(ABC):
         """Statistics after row `x` joined cluster `k`; unchanged where not `live`."""
 
     @abstractmethod
+    def merge(self, hyper: Any, a: Any, b: Any) -> Any:
+        """Statistics of two clusters (each without the cluster axis) together."""
+
+    @abstractmethod
     def tables(self, hyper: Any, stats: Any) -> Any:
         """Score tables of every cluster, from scratch."""
 
@@ -509,6 +513,14 @@ class DenseBlock(AbstractBlock):
             stats,
             column,
         )
+
+    def merge(self, hyper, a, b):
+        unpack = self._layout(hyper)
+
+        def one(h, a, b):
+            return _pack(self.pair.merge(h, unpack(a), unpack(b)))
+
+        return jax.vmap(one, in_axes=(0, -1, -1), out_axes=-1)(hyper.values, a, b)
 
     def tables(self, hyper, stats):
         return jax.vmap(lambda s: self._table(hyper, s), in_axes=-1, out_axes=-1)(stats)

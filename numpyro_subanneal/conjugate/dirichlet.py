@@ -422,6 +422,10 @@ class CountBlock(AbstractBlock):
             stats.total.at[..., k].add(by),
         )
 
+    def merge(self, hyper, a, b):
+        del hyper
+        return jax.tree.map(jnp.add, a, b)
+
     def tables(self, hyper, stats):
         category = jnp.log(stats.category + hyper.category[:, None])
         return CountTables(category, self._log_totals(hyper, stats.total))

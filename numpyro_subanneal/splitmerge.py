@@ -1,0 +1,607 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+r"""Move many rows at once: split a cluster in two, merge two clusters.
+
+A proposal starts from two rows, the anchors, :math:`i` and :math:`j`. If it is to be a
+split, both are of one cluster, whose other rows are shared out between them; if it is
+to be a merge, they are of two clusters, which become one. It is accepted with the
+probability of Metropolis and Hastings for the collapsed posterior. Two ways of sharing
+out rows are offered:
+
+- *sequentially* (Dahl, 2005): every row in turn joins the anchor's cluster that
+  predicts it better, with the probabilities of a Gibbs move between the two;
+- *restricted Gibbs* (Jain and Neal, 2004): from a sequential allocation, a number of
+  scans of Gibbs moves between the two clusters, of which the last is the proposal.
+
+Anchors: a proposal is a split or a merge with equal probability; :math:`i` is any of
+the `n` rows of the subsample, :math:`j` any other one of its cluster, or any row of
+another cluster. So a split of a cluster of `m` rows of which `a` stay with :math:`i`
+has anchors of probability :math:`1 / n (m - 1)`, and the merge that would undo it
+:math:`1 / n (n - a)`.
+
+Rows are visited in the order of the subsample's permutation, which does not depend on
+the assignments. The rows of a cluster are a linked list in that order, made once a
+turn; a proposal costs as many steps as the clusters concerned have rows. One that
+concerns `m` rows is made with a probability of at most :math:`c n / m`, which is the
+same for its reverse: so all of a turn have a bounded expected cost.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_subanneal.rows import Clusters, Component, Prior
+from numpyro_subanneal.subsample import Subsample, over_chains
+from numpyro_subanneal.typing import Array
+from numpyro_subanneal.weights import LabelledPrior
+
+# A proposal of up to so many rows is always made: it takes about a millisecond.
+_ALWAYS = 1000
+
+# A kind of proposal that was not accepted in so many is tried half as often, and so on,
+# but never less than one time in `_LEAST`.
+_PATIENCE, _LEAST = 40, 16
+
+
+@dataclass(frozen=True)
+class SplitMerge:
+    r"""
+    How often to propose to split and merge clusters.
+
+    The proposals are made at each turnover of the current subsample, that is whenever
+    as many rows have moved as it holds; after the warm-up, once a sweep. During the
+    warm-up a kind of proposal that has not been accepted for long is tried less often;
+    what has become of that then stays.
+
+    :param int num_sequential: number of proposals by sequential allocation.
+    :param int num_restricted: number of proposals by restricted Gibbs scans.
+    :param int num_scans: scans of these before the last one; more make better
+        proposals, which cost more.
+    :param float max_share: a proposal which concerns more than this share of the rows
+        in the subsample, and more than 1000, is made only with the probability
+        that makes it cost so much in expectation.
+
+    **References:**
+
+    1. *Sequentially-Allocated Merge-Split Sampler for Conjugate and Nonconjugate
+       Dirichlet Process Mixture Models*, D. B. Dahl (2005)
+    2. *A Split-Merge Markov Chain Monte Carlo Procedure for the Dirichlet Process
+       Mixture Model*, S. Jain, R. M. Neal (2004)
+    """
+
+    num_sequential: int = 4
+    num_restricted: int = 1
+    num_scans: int = 2
+    max_share: float = 0.25
+
+    def __post_init__(self):
+        for name in ("num_sequential", "num_restricted", "num_scans"):
+            value = getattr(self, name)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | np.integer)
+                or value < 0
+            ):
+                raise ValueError(
+                    f"`{name}` must be a nonnegative integer, got {value!r}."
+                )
+        if self.num_sequential + self.num_restricted == 0:
+            raise ValueError(
+                "`num_sequential` and `num_restricted` are both 0; to make no "
+                "proposals, give the kernel `split_merge=None`."
+            )
+        if not 0 < self.max_share <= 1:
+            raise ValueError(f"`max_share` must be in (0, 1], got {self.max_share!r}.")
+
+
+class Record(NamedTuple):
+    """
+    What has become of proposals, so far.
+
+    - **splits**, **merges** - number of those accepted.
+    - **split_proposals**, **merge_proposals** - number of those made.
+    - **failures** - proposals of either kind since the last that was accepted, ``[2]``;
+      counted during the warm-up.
+    - **refused** - splits that could not be made as all clusters were occupied.
+    """
+
+    splits: Array
+    merges: Array
+    split_proposals: Array
+    merge_proposals: Array
+    failures: Array
+    refused: Array
+
+    @classmethod
+    def start(cls) -> "Record":
+        zero = jnp.zeros((), jnp.int32)
+        return cls(zero, zero, zero, zero, jnp.zeros(2, jnp.int32), zero)
+
+
+class Lists(NamedTuple):
+    """
+    The rows of each cluster, as positions in the subsample's order; `N` ends a list.
+
+    - **head** - the first of each cluster, ``[K]``.
+    - **next** - the one after each, ``[N]``.
+    """
+
+    head: Array
+    next: Array
+
+
+class _Proposal(NamedTuple):
+    """
+    - **on** - whether it is made.
+    - **split** - whether it is a split.
+    - **restricted** - whether by restricted Gibbs scans.
+    - **c**, **e** - the cluster of the first anchor, and that of the second or the
+      empty one to split off.
+    - **i**, **j** - positions of the anchors.
+    - **num_empty** - number of empty clusters before a split, after a merge.
+    """
+
+    on: Array
+    split: Array
+    restricted: Array
+    c: Array
+    e: Array
+    i: Array
+    j: Array
+    num_empty: Array
+
+
+class _Two(NamedTuple):
+    """
+    The two clusters of the anchors and the one that has the rows of both.
+
+    - **n** - number of rows of the first, of the second, and of both in one, ``[3]``.
+    - **apart**, **united** - their statistics and tables, by component.
+    """
+
+    n: Array
+    apart: tuple[Any, ...]
+    united: tuple[Any, ...]
+
+
+def split_and_merge(
+    options: SplitMerge,
+    rng_key: Array,
+    prior: Prior,
+    components: tuple[Component, ...],
+    clusters: Clusters,
+    subsample: Subsample,
+    record: Record,
+    due: Array,
+    adapting: Array,
+) -> tuple[Clusters, Record]:
+    """
+    Make the proposals of one turn, if it is `due`.
+
+    :param options: how many.
+    :param rng_key: key.
+    :param prior: of the partition.
+    :param components: what the model says at the current hyperparameters.
+    :param clusters: assignments and statistics.
+    :param subsample: which rows are in.
+    :param record: what has become of the proposals before.
+    :param due: whether to do anything.
+    :param adapting: whether it is the warm-up.
+    """
+    due = due & (subsample.size > 1)
+    num_rows = clusters.z.shape[0]
+    num = options.num_sequential + options.num_restricted
+    lists = _link(clusters, subsample, due)
+    side = jnp.zeros(num_rows, bool)
+
+    def one(t, carry):
+        clusters, lists, side, record = carry
+        key_choice, key_scan = random.split(random.fold_in(rng_key, t))
+        bits = random.bits(key_choice, (7,), jnp.uint32)
+        restricted = t >= options.num_sequential
+        proposal, record = _choose(
+            options, bits, restricted, prior, components, clusters, subsample, lists,
+            record, due,
+        )  # fmt: skip
+        two, side, log_ratio = _share_out(
+            options, key_scan, prior, components, clusters, subsample, lists, side,
+            proposal,
+        )  # fmt: skip
+        n = subsample.size.astype(log_ratio.dtype)
+        m, a = two.n[2].astype(n.dtype), two.n[0].astype(n.dtype)
+        log_ratio = log_ratio + jnp.log(m - 1) - jnp.log(n - a)
+        if isinstance(prior, LabelledPrior):
+            # The split may take any of the empty ones.
+            log_ratio = log_ratio + jnp.log(proposal.num_empty.astype(n.dtype))
+        log_ratio = jnp.where(proposal.split, log_ratio, -log_ratio)
+        accepted = proposal.on & (jnp.log(_uniform(bits[6])) < log_ratio)
+        clusters, lists = _commit(
+            components, clusters, subsample, lists, side, proposal, two, accepted
+        )
+        return clusters, lists, side, _count(record, proposal, accepted, adapting)
+
+    clusters, _, _, record = lax.fori_loop(
+        0, over_chains(jnp.where(due, num, 0)), one, (clusters, lists, side, record)
+    )
+    return clusters, record
+
+
+def _uniform(bits: Array) -> Array:
+    dtype = jnp.result_type(float)
+    return (bits.astype(dtype) + 0.5) * dtype.type(2.0**-32)
+
+
+def _below(bits: Array, stop: Array) -> Array:
+    # As rows are drawn in `subsample`.
+    return (bits % jnp.maximum(stop, 1).astype(jnp.uint32)).astype(jnp.int32)
+
+
+def _link(clusters: Clusters, subsample: Subsample, due: Array) -> Lists:
+    num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
+    stop = over_chains(jnp.where(due, subsample.size, 0))
+
+    def prepend(i, lists):
+        p = stop - 1 - i
+        live = due & (p < subsample.size)
+        k = jnp.maximum(clusters.z[subsample.order[p]], 0)
+        first = lists.head[k]
+        return Lists(
+            lists.head.at[jnp.where(live, k, capacity)].set(p, mode="drop"),
+            lists.next.at[jnp.where(live, p, num_rows)].set(first, mode="drop"),
+        )
+
+    nobody = jnp.full(capacity, num_rows, jnp.int32)
+    lists = Lists(nobody, jnp.full(num_rows, num_rows, jnp.int32))
+    return lax.fori_loop(0, stop, prepend, lists)
+
+
+def _choose(
+    options, bits, restricted, prior, components, clusters, subsample, lists, record, due
+):  # fmt: skip
+    """The anchors, and whether to go on with them."""
+    num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
+    counts, size = clusters.counts, subsample.size
+    slots = jnp.arange(capacity, dtype=jnp.int32)
+    split = (bits[0] & 1) == 0
+    i = _below(bits[1], size)
+    c = jnp.maximum(clusters.z[subsample.order[i]], 0)
+    own = counts[c]
+
+    # A row of another cluster, as its place when the clusters are laid end to end.
+    others = jnp.where(slots == c, 0, counts)
+    ends = jnp.cumsum(others)
+    place = _below(bits[2], size - own)
+    other = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)
+    other = jnp.minimum(other, capacity - 1)
+    free = counts == 0
+    num_free = free.sum(dtype=jnp.int32)
+    # Where clusters have no labels, which slot stands for the new one is immaterial.
+    labelled = isinstance(prior, LabelledPrior)
+    nth = _below(bits[3], num_free) if labelled else jnp.int32(0)
+    empty = jnp.searchsorted(jnp.cumsum(free), nth + 1).astype(jnp.int32)
+    e = jnp.where(split, jnp.minimum(empty, capacity - 1), other)
+
+    full = split & (own > 1) & (num_free == 0)
+    possible = jnp.where(split, (own > 1) & (num_free > 0), size > own)
+    num = jnp.where(split, own, own + counts[e]).astype(jnp.result_type(float))
+    most = jnp.maximum(_ALWAYS, options.max_share * size)
+    tried = _uniform(bits[4]) * num < most
+    halvings = record.failures[restricted.astype(jnp.int32)] // _PATIENCE
+    rate = jnp.maximum(0.5**halvings, 1 / _LEAST)
+    tried &= due & (_uniform(bits[5]) < rate)
+    on = possible & tried
+    record = record._replace(
+        split_proposals=record.split_proposals + (on & split),
+        merge_proposals=record.merge_proposals + (on & ~split),
+    )
+    if not labelled:
+        wanted = prior.log_weight_new(capacity - num_free, size - 1) > -jnp.inf
+        record = record._replace(refused=record.refused + (full & tried & wanted))
+
+    # The reverse of a merge has a probability of at most one: most merges are so bad
+    # that the statistics alone refuse them.
+    bound = lax.cond(
+        on & ~split,
+        lambda: _log_ratio_of_merge(prior, components, clusters, c, e, slots),
+        lambda: jnp.zeros((), jnp.result_type(float)),
+    )
+    bound = bound + jnp.log((size - own) / jnp.maximum(num - 1, 1))
+    slack = 1 + _rounding(components, size)
+    on &= split | (jnp.log(_uniform(bits[6])) < bound + slack)
+
+    # The second anchor, found by walking along its list.
+    left = jnp.where(split, _below(bits[2], own - 1), place - (ends - others)[e])
+    passed = jnp.where(split, i, -1)
+    start = jnp.where(split, lists.head[c], lists.head[e])
+
+    def short_of_it(carry):
+        position, left = carry
+        return on & ((left > 0) | (position == passed)) & (position < num_rows)
+
+    def step(carry):
+        position, left = carry
+        live = short_of_it(carry)
+        left = left - (live & (position != passed))
+        return jnp.where(live, lists.next[position], position), left
+
+    j, _ = lax.while_loop(
+        lambda carry: over_chains(short_of_it(carry).astype(jnp.int32)) > 0,
+        step,
+        (start, left),
+    )
+    num_empty = jnp.where(split, num_free, num_free + 1)
+    return _Proposal(on, split, restricted, c, e, i, j, num_empty), record
+
+
+def _rounding(components, size):
+    """What rounding may do to a log marginal likelihood of `size` rows: generously, a
+    hundred units in the last place of one nat a cell."""
+    cells = size * sum(c.block.num_features for c in components)
+    return 100 * jnp.finfo(jnp.result_type(float)).eps * cells
+
+
+def _log_ratio_of_merge(prior, components, clusters, c, e, slots):
+    """Log posterior of clusters `c` and `e` as one less that of them as they are."""
+    counts = clusters.counts
+    merged = jnp.where(slots == c, counts[c] + counts[e], counts)
+    merged = jnp.where(slots == e, 0, merged)
+    if isinstance(prior, LabelledPrior):
+        total = prior.log_prob(merged) - prior.log_prob(counts)
+    else:
+        total = prior.log_eppf(merged) - prior.log_eppf(counts)
+    for component, stats in zip(components, clusters.stats, strict=True):
+        block, hyper = component.block, component.hyper
+        one, two = (jax.tree.map(lambda s, k=k: s[..., k], stats) for k in (c, e))
+        three = jax.tree.map(
+            lambda *s: jnp.stack(s, -1), one, two, block.merge(hyper, one, two)
+        )
+        apart, also, together = block.log_marginal(hyper, three)
+        total = total + (together - apart - also)
+    return total
+
+
+def _share_out(
+    options, rng_key, prior, components, clusters, subsample, lists, side, proposal
+):  # fmt: skip
+    """
+    Share out the rows between the anchors, or see how probable it was that they were
+    shared out as they are.
+
+    :return: the clusters, which anchor each row is with, and the logarithm of posterior
+        apart / posterior together / probability of the allocation.
+    """
+    num_rows = clusters.z.shape[0]
+    order, counts = subsample.order, clusters.counts
+    slots = jnp.arange(counts.shape[0])
+    on, split, restricted, c, e, i, j, _ = proposal
+    rows_of = [
+        (lambda n, part=part: part.block.row(part.hyper, part.data, n))
+        for part in components
+    ]
+
+    # What is there once the anchors are: the rest are added to it one by one. The
+    # probabilities of the rows are compared row by row, since whole log marginal
+    # likelihoods of many rows have few digits after the point.
+    apart, united = [], []
+    log_ratio = _log_prior_of_anchor(prior, clusters, subsample, proposal, slots)
+    for part, row in zip(components, rows_of, strict=True):
+        block, hyper = part.block, part.hyper
+        xi, xj = row(order[i]), row(order[j])
+        zero, live = jnp.int32(0), jnp.asarray(True)
+        two = block.add(hyper, block.empty(hyper, 2), xi, zero, live)
+        nothing = block.take(hyper, two, xj, zero, ~live)
+        scores = block.score(hyper, two, block.tables(hyper, two), nothing, xj)
+        log_ratio = log_ratio + scores[1] - scores[0]
+        two = block.add(hyper, two, xj, zero + 1, live)
+        one = block.add(hyper, block.empty(hyper, 1), xi, zero, live)
+        one = block.add(hyper, one, xj, zero, live)
+        apart.append((two, block.tables(hyper, two)))
+        united.append((one, block.tables(hyper, one)))
+    n = jnp.array([1, 1, 2], jnp.int32)
+    anchors = _Two(n, tuple(apart), tuple(united))
+
+    # A sequential proposal is one pass over the rows. One by restricted Gibbs scans is
+    # a sequential pass, the scans, the last of which is the proposal, and another pass
+    # that adds the rows as that one left them.
+    last = jnp.where(restricted, options.num_scans + 2, 0)
+    end = jnp.where(split, num_rows, lists.head[e])
+    where = jnp.stack([i, j])
+    side = side.at[jnp.where(on, where, num_rows)].set(
+        jnp.array([False, True]), mode="drop"
+    )
+
+    def first():
+        ca, cb = lists.head[c], end
+        return ca, cb, jnp.minimum(ca, cb)
+
+    def run_phase(carry):
+        phase, two, side, log_ratio = carry
+        adds = ~restricted | (phase == 0) | (phase == last)
+        is_proposal = phase == jnp.where(restricted, last - 1, 0)
+        two = jax.tree.map(lambda a, b: jnp.where(adds, a, b), anchors, two)
+        key = random.fold_in(rng_key, phase)
+
+        def live_at(p):
+            return on & (phase <= last) & (p < num_rows)
+
+        def visit(carry):
+            ca, cb, p, was, two, side, log_ratio = carry
+            row = order[p]
+            live = live_at(p) & (p != i) & (p != j)
+            leaves = live & ~adds
+            was = was.astype(jnp.int32)
+            n = two.n - jnp.where(leaves & (jnp.arange(3) == was), 1, 0)
+            scores = _log_weights(prior, clusters, proposal, slots, n)
+            held = []
+            for part, a, b, read in zip(
+                components, two.apart, two.united, rows_of, strict=True
+            ):
+                x = read(row)
+                block, hyper = part.block, part.hyper
+                out = block.take(hyper, a[0], x, was, leaves)
+                kept = block.take(hyper, b[0], x, jnp.int32(0), jnp.asarray(False))
+                scores = scores + jnp.concatenate(
+                    [
+                        block.score(hyper, *a, out, x),
+                        block.score(hyper, *b, kept, x),
+                    ]
+                )
+                held.append((x, out, kept))
+            log_total = jnp.logaddexp(scores[0], scores[1])
+            u = _uniform(random.bits(random.fold_in(key, p), (), jnp.uint32))
+            drawn = u < jnp.exp(scores[1] - log_total)
+            # What is already so is not drawn.
+            as_it_is = clusters.z[row] == e
+            choice = jnp.where(is_proposal & ~split, as_it_is, drawn)
+            choice = jnp.where(restricted & (phase == last), was == 1, choice)
+            k = choice.astype(jnp.int32)
+            change = jnp.where(phase == last, scores[k] - scores[2], 0)
+            change = change - jnp.where(is_proposal, scores[k] - log_total, 0)
+            log_ratio = log_ratio + jnp.where(live, change, 0)
+            apart, united = [], []
+            for part, a, b, (x, out, kept) in zip(
+                components, two.apart, two.united, held, strict=True
+            ):
+                block, hyper = part.block, part.hyper
+                apart.append(block.put(hyper, *a, out, x, k, live))
+                united.append(block.put(hyper, *b, kept, x, jnp.int32(0), live & adds))
+            joined = (jnp.arange(3) == k) | ((jnp.arange(3) == 2) & adds)
+            two = _Two(n + jnp.where(live & joined, 1, 0), tuple(apart), tuple(united))
+            side = side.at[jnp.where(live, p, num_rows)].set(choice, mode="drop")
+            after = lists.next[p]
+            ca, cb = jnp.where(p == ca, after, ca), jnp.where(p == cb, after, cb)
+            p = jnp.minimum(ca, cb)
+            # Read ahead: see `rows._Loop`.
+            return ca, cb, p, side[p], two, side, log_ratio
+
+        ca, cb, p = first()
+        *_, two, side, log_ratio = lax.while_loop(
+            lambda carry: over_chains(live_at(carry[2]).astype(jnp.int32)) > 0,
+            visit,
+            (ca, cb, p, side[p], two, side, log_ratio),
+        )
+        return phase + 1, two, side, log_ratio
+
+    _, two, side, log_ratio = lax.while_loop(
+        lambda carry: over_chains(jnp.where(on, last + 1 - carry[0], 0)) > 0,
+        run_phase,
+        (jnp.int32(0), anchors, side, log_ratio),
+    )
+    return two, side, log_ratio
+
+
+def _log_prior_of_anchor(prior, clusters, subsample, proposal, slots):
+    """
+    Log prior of the second anchor as a cluster of its own, less that of it with the
+    first.
+
+    For a partition that factor takes in the change of the number of clusters: with the
+    EPPF ``V(n, K) * prod W(n_k)``, it is ``V(n, K + 1) / V(n, K)``.
+    """
+    if isinstance(prior, LabelledPrior):
+        others = _others(clusters, proposal, slots)
+        log_weights = prior.log_weights(others + (slots == proposal.c))
+        return log_weights[proposal.e] - log_weights[proposal.c]
+    occupied = jnp.sum(clusters.counts > 0, dtype=jnp.int32)
+    united = jnp.where(proposal.split, occupied, occupied - 1)
+    log_new = prior.log_weight_new(united, subsample.size - 1)
+    return log_new - prior.log_weight_existing(jnp.ones(1, jnp.int32))[0]
+
+
+def _log_weights(prior, clusters, proposal, slots, n):
+    """Log prior weights, for one more row, of the two clusters and of the one with the
+    rows of both."""
+    if not isinstance(prior, LabelledPrior):
+        return prior.log_weight_existing(n)
+    c, e = proposal.c, proposal.e
+    others = _others(clusters, proposal, slots)
+    apart = others + jnp.where(slots == c, n[0], jnp.where(slots == e, n[1], 0))
+    united = others + jnp.where(slots == c, n[2], 0)
+    log_apart, log_united = prior.log_weights(apart), prior.log_weights(united)
+    return jnp.stack([log_apart[c], log_apart[e], log_united[c]])
+
+
+def _others(clusters, proposal, slots):
+    concerned = (slots == proposal.c) | (slots == proposal.e)
+    return jnp.where(concerned, 0, clusters.counts)
+
+
+def _commit(components, clusters, subsample, lists, side, proposal, two, accepted):
+    """The clusters and lists after the proposal, if it was `accepted`."""
+    num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
+    split, c, e = proposal.split, proposal.c, proposal.e
+    slots = jnp.arange(capacity)
+
+    def live_at(p):
+        return accepted & (p < num_rows)
+
+    def visit(carry):
+        ca, cb, p, after, z, lists, tails = carry
+        live = live_at(p)
+        second = split & side[p]
+        k = jnp.where(second, e, c)
+        tail = tails[second.astype(jnp.int32)]
+        opens = live & (tail == num_rows)
+        lists = Lists(
+            jnp.where(opens & (slots == k), p, lists.head),
+            lists.next.at[jnp.where(live, tail, num_rows)].set(p, mode="drop"),
+        )
+        tails = jnp.where(live & (jnp.arange(2) == second), p, tails)
+        row = jnp.where(live, subsample.order[p], num_rows)
+        z = z.at[row].set(k, mode="drop")
+        ca, cb = jnp.where(p == ca, after, ca), jnp.where(p == cb, after, cb)
+        p = jnp.minimum(ca, cb)
+        # Read ahead, after the write: see `rows._Loop`.
+        return ca, cb, p, lists.next[p], z, lists, tails
+
+    ca = lists.head[c]
+    cb = jnp.where(split, num_rows, lists.head[e])
+    p = jnp.minimum(ca, cb)
+    nobody = jnp.full(2, num_rows, jnp.int32)
+    *_, z, lists, tails = lax.while_loop(
+        lambda carry: over_chains(live_at(carry[2]).astype(jnp.int32)) > 0,
+        visit,
+        (ca, cb, p, lists.next[p], clusters.z, lists, nobody),
+    )
+    none = accepted & ~split & (slots == e)
+    lists = Lists(
+        jnp.where(none, num_rows, lists.head),
+        lists.next.at[tails].set(num_rows, mode="drop"),
+    )
+    n = jnp.where(split, two.n[:2], jnp.stack([two.n[2], 0]))
+    ks = jnp.where(accepted, jnp.stack([c, e]), capacity)
+    stats = []
+    for part, stat, a, b in zip(
+        components, clusters.stats, two.apart, two.united, strict=True
+    ):
+        empty = part.block.empty(part.hyper, 1)
+        merged = jax.tree.map(lambda s, t: jnp.concatenate([s, t], -1), b[0], empty)
+        new = jax.tree.map(lambda s, t: jnp.where(split, s, t), a[0], merged)
+        stats.append(
+            jax.tree.map(
+                lambda s, t: s.at[..., ks].set(t.astype(s.dtype), mode="drop"),
+                stat,
+                new,
+            )
+        )
+    return (
+        Clusters(z, clusters.counts.at[ks].set(n, mode="drop"), tuple(stats)),
+        lists,
+    )
+
+
+def _count(record, proposal, accepted, adapting):
+    on = proposal.on & adapting
+    kind = jnp.arange(2) == proposal.restricted
+    failures = jnp.where(on & kind, record.failures + 1, record.failures)
+    failures = jnp.where(adapting & accepted & kind, 0, failures)
+    return record._replace(
+        splits=record.splits + (accepted & proposal.split),
+        merges=record.merges + (accepted & ~proposal.split),
+        failures=failures,
+    )
