@@ -22,9 +22,9 @@ has anchors of probability :math:`1 / n (m - 1)`, and the merge that would undo 
 
 Rows are visited in the order of the subsample's permutation, which does not depend on
 the assignments. The rows of a cluster are a linked list in that order, made once a
-turn; a proposal costs as many steps as the clusters concerned have rows. One that
-concerns `m` rows is made with a probability of at most :math:`c n / m`, which is the
-same for its reverse: so all of a turn have a bounded expected cost.
+turn. A proposal visits those of the clusters concerned, once or as often as there are
+scans. One that visits `m` rows is made with a probability of at most :math:`c n / m`,
+which is the same for its reverse: so all of a turn have a bounded expected cost.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,12 @@ from numpyro_subanneal.subsample import Subsample, over_chains
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.weights import LabelledPrior
 
-# A proposal of up to so many rows is always made: it takes about a millisecond.
+# A proposal that visits up to so many rows is always made: it takes a few milliseconds.
 _ALWAYS = 1000
+
+# Random numbers are drawn for so many rows at a time: making one takes longer than using
+# it.
+_CHUNK = 256
 
 # A kind of proposal that was not accepted in so many is tried half as often, and so on,
 # but never less than one time in `_LEAST`.
@@ -62,9 +66,9 @@ class SplitMerge:
     :param int num_restricted: number of proposals by restricted Gibbs scans.
     :param int num_scans: scans of these before the last one; more make better
         proposals, which cost more.
-    :param float max_share: a proposal which concerns more than this share of the rows
-        in the subsample, and more than 1000, is made only with the probability
-        that makes it cost so much in expectation.
+    :param float max_share: a proposal that would visit more than this share of the
+        rows in the subsample, and more than 1000, is made only with the probability
+        that makes it visit so many in expectation.
 
     **References:**
 
@@ -77,7 +81,7 @@ class SplitMerge:
     num_sequential: int = 4
     num_restricted: int = 1
     num_scans: int = 2
-    max_share: float = 0.25
+    max_share: float = 0.1
 
     def __post_init__(self):
         for name in ("num_sequential", "num_restricted", "num_scans"):
@@ -156,17 +160,45 @@ class _Proposal(NamedTuple):
     num_empty: Array
 
 
-class _Two(NamedTuple):
+class _Three(NamedTuple):
     """
-    The two clusters of the anchors and the one that has the rows of both.
+    The two clusters of the anchors, and one that has the rows of both.
 
-    - **n** - number of rows of the first, of the second, and of both in one, ``[3]``.
-    - **apart**, **united** - their statistics and tables, by component.
+    - **n** - number of rows of each, ``[3]``.
+    - **parts** - their statistics and tables, by component.
     """
 
     n: Array
-    apart: tuple[Any, ...]
-    united: tuple[Any, ...]
+    parts: tuple[Any, ...]
+
+
+_APART_I, _APART_J = np.array([0, 2], np.int32), np.array([1, 2], np.int32)
+
+
+class _Pass(NamedTuple):
+    """
+    Passes over the rows that are shared out.
+
+    - **phase** - which pass it is.
+    - **chunk**, **visited** - number of chunks of random numbers used, and of those of
+      the present one.
+    - **ca**, **cb** - positions up to which both lists have been followed, and **p**,
+      the lower of them; **was** - the side that it is on.
+    - **three** - statistics as they have come to be.
+    - **side** - which rows are with the second anchor, by position, ``[N]``.
+    - **log_ratio** - as it has come to be.
+    """
+
+    phase: Array
+    chunk: Array
+    visited: Array
+    ca: Array
+    cb: Array
+    p: Array
+    was: Array
+    three: _Three
+    side: Array
+    log_ratio: Array
 
 
 def split_and_merge(
@@ -208,12 +240,12 @@ def split_and_merge(
             options, bits, restricted, prior, components, clusters, subsample, lists,
             record, due,
         )  # fmt: skip
-        two, side, log_ratio = _share_out(
+        three, side, log_ratio = _share_out(
             options, key_scan, prior, components, clusters, subsample, lists, side,
             proposal,
         )  # fmt: skip
         n = subsample.size.astype(log_ratio.dtype)
-        m, a = two.n[2].astype(n.dtype), two.n[0].astype(n.dtype)
+        m, a = three.n[2].astype(n.dtype), three.n[0].astype(n.dtype)
         log_ratio = log_ratio + jnp.log(m - 1) - jnp.log(n - a)
         if isinstance(prior, LabelledPrior):
             # The split may take any of the empty ones.
@@ -221,7 +253,7 @@ def split_and_merge(
         log_ratio = jnp.where(proposal.split, log_ratio, -log_ratio)
         accepted = proposal.on & (jnp.log(_uniform(bits[6])) < log_ratio)
         clusters, lists = _commit(
-            components, clusters, subsample, lists, side, proposal, two, accepted
+            components, clusters, subsample, lists, side, proposal, three, accepted
         )
         return clusters, lists, side, _count(record, proposal, accepted, adapting)
 
@@ -289,8 +321,9 @@ def _choose(
     full = split & (own > 1) & (num_free == 0)
     possible = jnp.where(split, (own > 1) & (num_free > 0), size > own)
     num = jnp.where(split, own, own + counts[e]).astype(jnp.result_type(float))
+    visits = num * jnp.where(restricted, options.num_scans + 3, 1)
     most = jnp.maximum(_ALWAYS, options.max_share * size)
-    tried = _uniform(bits[4]) * num < most
+    tried = _uniform(bits[4]) * visits < most
     halvings = record.failures[restricted.astype(jnp.int32)] // _PATIENCE
     rate = jnp.maximum(0.5**halvings, 1 / _LEAST)
     tried &= due & (_uniform(bits[5]) < rate)
@@ -387,23 +420,19 @@ def _share_out(
     # What is there once the anchors are: the rest are added to it one by one. The
     # probabilities of the rows are compared row by row, since whole log marginal
     # likelihoods of many rows have few digits after the point.
-    apart, united = [], []
+    start = []
     log_ratio = _log_prior_of_anchor(prior, clusters, subsample, proposal, slots)
+    live = jnp.asarray(True)
     for part, row in zip(components, rows_of, strict=True):
         block, hyper = part.block, part.hyper
+        three = block.empty(hyper, 3)
+        tables = block.tables(hyper, three)
         xi, xj = row(order[i]), row(order[j])
-        zero, live = jnp.int32(0), jnp.asarray(True)
-        two = block.add(hyper, block.empty(hyper, 2), xi, zero, live)
-        nothing = block.take(hyper, two, xj, zero, ~live)
-        scores = block.score(hyper, two, block.tables(hyper, two), nothing, xj)
-        log_ratio = log_ratio + scores[1] - scores[0]
-        two = block.add(hyper, two, xj, zero + 1, live)
-        one = block.add(hyper, block.empty(hyper, 1), xi, zero, live)
-        one = block.add(hyper, one, xj, zero, live)
-        apart.append((two, block.tables(hyper, two)))
-        united.append((one, block.tables(hyper, one)))
-    n = jnp.array([1, 1, 2], jnp.int32)
-    anchors = _Two(n, tuple(apart), tuple(united))
+        three, tables = block.join(hyper, three, tables, xi, _APART_I, live)
+        scores = block.score(hyper, three, tables, None, xj)
+        log_ratio = log_ratio + scores[1] - scores[2]
+        start.append(block.join(hyper, three, tables, xj, _APART_J, live))
+    anchors = _Three(jnp.array([1, 1, 2], jnp.int32), tuple(start))
 
     # A sequential proposal is one pass over the rows. One by restricted Gibbs scans is
     # a sequential pass, the scans, the last of which is the proposal, and another pass
@@ -414,85 +443,129 @@ def _share_out(
     side = side.at[jnp.where(on, where, num_rows)].set(
         jnp.array([False, True]), mode="drop"
     )
+    first = jnp.minimum(lists.head[c], end)
 
-    def first():
-        ca, cb = lists.head[c], end
-        return ca, cb, jnp.minimum(ca, cb)
+    def is_on(pass_):
+        return on & (pass_.phase <= last)
 
-    def run_phase(carry):
-        phase, two, side, log_ratio = carry
+    def run_chunk(pass_):
+        # What is drawn ahead: random numbers for so many rows.
+        key = random.fold_in(rng_key, pass_.chunk)
+        noise = _uniform(random.bits(key, (_CHUNK,), jnp.uint32))
+        phase = pass_.phase
         adds = ~restricted | (phase == 0) | (phase == last)
         is_proposal = phase == jnp.where(restricted, last - 1, 0)
-        two = jax.tree.map(lambda a, b: jnp.where(adds, a, b), anchors, two)
-        key = random.fold_in(rng_key, phase)
+        as_known = restricted & (phase == last)
 
-        def live_at(p):
-            return on & (phase <= last) & (p < num_rows)
-
-        def visit(carry):
-            ca, cb, p, was, two, side, log_ratio = carry
-            row = order[p]
-            live = live_at(p) & (p != i) & (p != j)
-            leaves = live & ~adds
-            was = was.astype(jnp.int32)
-            n = two.n - jnp.where(leaves & (jnp.arange(3) == was), 1, 0)
-            scores = _log_weights(prior, clusters, proposal, slots, n)
-            held = []
-            for part, a, b, read in zip(
-                components, two.apart, two.united, rows_of, strict=True
-            ):
-                x = read(row)
-                block, hyper = part.block, part.hyper
-                out = block.take(hyper, a[0], x, was, leaves)
-                kept = block.take(hyper, b[0], x, jnp.int32(0), jnp.asarray(False))
-                scores = scores + jnp.concatenate(
-                    [
-                        block.score(hyper, *a, out, x),
-                        block.score(hyper, *b, kept, x),
-                    ]
-                )
-                held.append((x, out, kept))
+        def choose(pass_, scores):
+            """With the second anchor or with the first."""
             log_total = jnp.logaddexp(scores[0], scores[1])
-            u = _uniform(random.bits(random.fold_in(key, p), (), jnp.uint32))
-            drawn = u < jnp.exp(scores[1] - log_total)
-            # What is already so is not drawn.
-            as_it_is = clusters.z[row] == e
-            choice = jnp.where(is_proposal & ~split, as_it_is, drawn)
-            choice = jnp.where(restricted & (phase == last), was == 1, choice)
-            k = choice.astype(jnp.int32)
-            change = jnp.where(phase == last, scores[k] - scores[2], 0)
-            change = change - jnp.where(is_proposal, scores[k] - log_total, 0)
-            log_ratio = log_ratio + jnp.where(live, change, 0)
-            apart, united = [], []
-            for part, a, b, (x, out, kept) in zip(
-                components, two.apart, two.united, held, strict=True
-            ):
-                block, hyper = part.block, part.hyper
-                apart.append(block.put(hyper, *a, out, x, k, live))
-                united.append(block.put(hyper, *b, kept, x, jnp.int32(0), live & adds))
-            joined = (jnp.arange(3) == k) | ((jnp.arange(3) == 2) & adds)
-            two = _Two(n + jnp.where(live & joined, 1, 0), tuple(apart), tuple(united))
-            side = side.at[jnp.where(live, p, num_rows)].set(choice, mode="drop")
+            drawn = noise[pass_.visited] < jnp.exp(scores[1] - log_total)
+            # What is so already is not drawn.
+            choice = jnp.where(
+                is_proposal & ~split, clusters.z[order[pass_.p]] == e, drawn
+            )
+            choice = jnp.where(as_known, pass_.was, choice)
+            log_q = jnp.where(choice, scores[1], scores[0]) - log_total
+            return choice, jnp.where(is_proposal, log_q, 0)
+
+        def live_at(pass_, wanted):
+            more = (pass_.p < num_rows) & (pass_.visited < _CHUNK)
+            return is_on(pass_) & wanted & more
+
+        def advance(pass_, live, choice, three, log_ratio):
+            p = pass_.p
+            side = pass_.side.at[jnp.where(live, p, num_rows)].set(choice, mode="drop")
             after = lists.next[p]
-            ca, cb = jnp.where(p == ca, after, ca), jnp.where(p == cb, after, cb)
+            ca = jnp.where(p == pass_.ca, after, pass_.ca)
+            cb = jnp.where(p == pass_.cb, after, pass_.cb)
             p = jnp.minimum(ca, cb)
             # Read ahead: see `rows._Loop`.
-            return ca, cb, p, side[p], two, side, log_ratio
+            return pass_._replace(
+                visited=pass_.visited + 1, ca=ca, cb=cb, p=p, was=side[p],
+                three=three, side=side, log_ratio=log_ratio,
+            )  # fmt: skip
 
-        ca, cb, p = first()
-        *_, two, side, log_ratio = lax.while_loop(
-            lambda carry: over_chains(live_at(carry[2]).astype(jnp.int32)) > 0,
-            visit,
-            (ca, cb, p, side[p], two, side, log_ratio),
+        def add(pass_):
+            p, three = pass_.p, pass_.three
+            row = order[p]
+            live = live_at(pass_, adds) & (p != i) & (p != j)
+            xs = [read(row) for read in rows_of]
+            scores = _log_weights(prior, clusters, proposal, slots, three.n)
+            for part, (stats, tables), x in zip(
+                components, three.parts, xs, strict=True
+            ):
+                scores += part.block.score(part.hyper, stats, tables, None, x)
+            choice, log_q = choose(pass_, scores)
+            k = choice.astype(jnp.int32)
+            ks = jnp.stack([k, jnp.int32(2)])
+            parts = tuple(
+                part.block.join(part.hyper, *held, x, ks, live)
+                for part, held, x in zip(components, three.parts, xs, strict=True)
+            )
+            log_p = jnp.where(choice, scores[1], scores[0]) - scores[2]
+            change = jnp.where(phase == last, log_p, 0) - log_q
+            n = three.n.at[ks].add(jnp.where(live, 1, 0))
+            log_ratio = pass_.log_ratio + jnp.where(live, change, 0)
+            return advance(pass_, live, choice, _Three(n, parts), log_ratio)
+
+        def move(pass_):
+            p, three = pass_.p, pass_.three
+            row = order[p]
+            live = live_at(pass_, ~adds) & (p != i) & (p != j)
+            was = pass_.was.astype(jnp.int32)
+            xs = [read(row) for read in rows_of]
+            n = three.n.at[was].add(jnp.where(live, -1, 0))
+            scores = _log_weights(prior, clusters, proposal, slots, n)
+            taken = []
+            for part, (stats, tables), x in zip(
+                components, three.parts, xs, strict=True
+            ):
+                out = part.block.take(part.hyper, stats, x, was, live)
+                scores += part.block.score(part.hyper, stats, tables, out, x)
+                taken.append(out)
+            choice, log_q = choose(pass_, scores)
+            k = choice.astype(jnp.int32)
+            parts = tuple(
+                part.block.put(part.hyper, *held, out, x, k, live)
+                for part, held, out, x in zip(
+                    components, three.parts, taken, xs, strict=True
+                )
+            )
+            n = n.at[k].add(jnp.where(live, 1, 0))
+            log_ratio = pass_.log_ratio - jnp.where(live, log_q, 0)
+            return advance(pass_, live, choice, _Three(n, parts), log_ratio)
+
+        begins = (pass_.p == first) & adds
+        three = jax.tree.map(
+            lambda a, b: jnp.where(begins, a, b), anchors, pass_.three
         )
-        return phase + 1, two, side, log_ratio
+        pass_ = pass_._replace(three=three, visited=jnp.int32(0))
+        for step, wanted in ((add, adds), (move, ~adds)):
+            pass_ = lax.while_loop(
+                lambda pass_, wanted=wanted: _any(live_at(pass_, wanted)), step, pass_
+            )
+        ends = pass_.p == num_rows
+        return pass_._replace(
+            phase=phase + ends,
+            chunk=pass_.chunk + 1,
+            ca=jnp.where(ends, lists.head[c], pass_.ca),
+            cb=jnp.where(ends, end, pass_.cb),
+            p=jnp.where(ends, first, pass_.p),
+            was=jnp.where(ends, pass_.side[first], pass_.was),
+        )
 
-    _, two, side, log_ratio = lax.while_loop(
-        lambda carry: over_chains(jnp.where(on, last + 1 - carry[0], 0)) > 0,
-        run_phase,
-        (jnp.int32(0), anchors, side, log_ratio),
-    )
-    return two, side, log_ratio
+    zero = jnp.int32(0)
+    start = _Pass(
+        zero, zero, zero, lists.head[c], end, first, side[first],
+        anchors, side, log_ratio,
+    )  # fmt: skip
+    done = lax.while_loop(lambda pass_: _any(is_on(pass_)), run_chunk, start)
+    return done.three, done.side, done.log_ratio
+
+
+def _any(live: Array) -> Array:
+    return over_chains(live.astype(jnp.int32)) > 0
 
 
 def _log_prior_of_anchor(prior, clusters, subsample, proposal, slots):
@@ -531,7 +604,7 @@ def _others(clusters, proposal, slots):
     return jnp.where(concerned, 0, clusters.counts)
 
 
-def _commit(components, clusters, subsample, lists, side, proposal, two, accepted):
+def _commit(components, clusters, subsample, lists, side, proposal, three, accepted):
     """The clusters and lists after the proposal, if it was `accepted`."""
     num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
     split, c, e = proposal.split, proposal.c, proposal.e
@@ -573,20 +646,25 @@ def _commit(components, clusters, subsample, lists, side, proposal, two, accepte
         jnp.where(none, num_rows, lists.head),
         lists.next.at[tails].set(num_rows, mode="drop"),
     )
-    n = jnp.where(split, two.n[:2], jnp.stack([two.n[2], 0]))
+    n = jnp.where(split, three.n[:2], jnp.stack([three.n[2], 0]))
     ks = jnp.where(accepted, jnp.stack([c, e]), capacity)
     stats = []
-    for part, stat, a, b in zip(
-        components, clusters.stats, two.apart, two.united, strict=True
+    for part, old, (new, _) in zip(
+        components, clusters.stats, three.parts, strict=True
     ):
         empty = part.block.empty(part.hyper, 1)
-        merged = jax.tree.map(lambda s, t: jnp.concatenate([s, t], -1), b[0], empty)
-        new = jax.tree.map(lambda s, t: jnp.where(split, s, t), a[0], merged)
+        pair = jax.tree.map(
+            lambda s, t: jnp.where(
+                split, s[..., :2], jnp.concatenate([s[..., 2:], t], -1)
+            ),
+            new,
+            empty,
+        )
         stats.append(
             jax.tree.map(
                 lambda s, t: s.at[..., ks].set(t.astype(s.dtype), mode="drop"),
-                stat,
-                new,
+                old,
+                pair,
             )
         )
     return (

@@ -354,7 +354,7 @@ class AbstractBlock(ABC):
     def score(self, hyper: Any, stats: Any, tables: Any, taken: Any, x: Any) -> Array:
         """
         Log predictive density of row `x` in every cluster, ``[clusters]``, with `taken`
-        out.
+        out; None if nothing is.
         """
 
     @abstractmethod
@@ -370,6 +370,13 @@ class AbstractBlock(ABC):
     ) -> tuple[Any, Any]:
         """Statistics and tables with `taken` out and row `x` in cluster `k` (if
         `live`)."""
+
+    @abstractmethod
+    def join(
+        self, hyper: Any, stats: Any, tables: Any, x: Any, ks: Array, live: Array
+    ) -> tuple[Any, Any]:
+        """Statistics and tables after row `x` joined each of the different clusters
+        `ks` ``[some]``; unchanged where not `live`."""
 
     @abstractmethod
     def log_marginal(self, hyper: Any, stats: Any) -> Array:
@@ -538,9 +545,12 @@ class DenseBlock(AbstractBlock):
 
         over_clusters = jax.vmap(one, in_axes=(-1, None))
         each = jax.vmap(over_clusters, in_axes=(1, 0))(tables, x.cell)
-        own = jax.vmap(one, in_axes=(-1, 0))(taken.table, x.cell)
         if x.live is not None:
             each = jnp.where(x.live[:, None], each, 0)
+        if taken is None:
+            return each.sum(0)
+        own = jax.vmap(one, in_axes=(-1, 0))(taken.table, x.cell)
+        if x.live is not None:
             own = jnp.where(x.live, own, 0)
         each, own = each.sum(0), own.sum()
         return jnp.where(jnp.arange(each.shape[0]) == taken.k, own, each)
@@ -560,6 +570,16 @@ class DenseBlock(AbstractBlock):
 
         stats = jax.tree.map(write, stats, taken.column, column)
         return stats, write(tables, taken.table, table)
+
+    def join(self, hyper, stats, tables, x, ks, live):
+        def with_row(column):
+            column = self._step(self.pair.add, hyper, column, x, live)
+            return column, self._table(hyper, column)
+
+        columns = jax.tree.map(lambda s: s.at[..., ks].get(mode="clip"), stats)
+        columns, table = jax.vmap(with_row, in_axes=-1, out_axes=-1)(columns)
+        stats = jax.tree.map(lambda s, c: s.at[..., ks].set(c), stats, columns)
+        return stats, tables.at[..., ks].set(table)
 
     def log_marginal(self, hyper, stats):
         return self._map(self.pair.log_marginal, hyper, stats).sum(1)

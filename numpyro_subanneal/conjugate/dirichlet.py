@@ -444,15 +444,19 @@ class CountBlock(AbstractBlock):
         return TakenCounts(k, x.index, by, log_total)
 
     def score(self, hyper, stats, tables, taken, x):
-        own = stats.category[x.index, taken.k]
-        own = own - jnp.where(x.index == taken.index, taken.by, 0)
-        own = jnp.log(own + hyper.category[x.index])
         each = tables.category[x.index]
         if x.live is None:
             each = each.sum(0) - tables.total
-            own = own.sum() - taken.log_total
         else:
             each = jnp.where(x.live[:, None], each - tables.total, 0).sum(0)
+        if taken is None:
+            return each
+        own = stats.category[x.index, taken.k]
+        own = own - jnp.where(x.index == taken.index, taken.by, 0)
+        own = jnp.log(own + hyper.category[x.index])
+        if x.live is None:
+            own = own.sum() - taken.log_total
+        else:
             own = jnp.where(x.live, own - taken.log_total, 0).sum()
         return jnp.where(jnp.arange(each.shape[0]) == taken.k, own, each)
 
@@ -469,6 +473,18 @@ class CountBlock(AbstractBlock):
         log_total = self._log_totals(hyper, total[..., ks])
         return Counts(category, total), CountTables(
             tables.category.at[xs, each].set(changed),
+            tables.total.at[..., ks].set(log_total),
+        )
+
+    def join(self, hyper, stats, tables, x, ks, live):
+        by = jnp.expand_dims(x.where(live, 1, 0), -1)
+        cells = x.index[:, None], ks
+        category = stats.category.at[cells].add(by)
+        changed = jnp.log(category[cells] + hyper.category[x.index][:, None])
+        total = stats.total.at[..., ks].add(by)
+        log_total = self._log_totals(hyper, total[..., ks])
+        return Counts(category, total), CountTables(
+            tables.category.at[cells].set(changed),
             tables.total.at[..., ks].set(log_total),
         )
 
