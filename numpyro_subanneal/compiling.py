@@ -1,14 +1,16 @@
 # Copyright Contributors to the numpyro_subanneal project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Programs that run but once or twice, such as those that look at a model."""
+"""How programs are made: some quickly, and loops without what never changes."""
 
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 import jax.numpy as jnp
+import numpy as np
 
 
 def compile_for(fn: Callable, *args: Any, quickly: bool = False) -> Callable:
@@ -38,3 +40,64 @@ def quick_options() -> dict[str, Any]:
             continue
         options = more
     return options
+
+
+def hoist(fn: Callable, *examples: Any) -> Callable:
+    """
+    `fn` with all that does not depend on its arguments computed here and now.
+
+    For the body of a loop: JAX puts there whatever is computed while the body is
+    traced, though it come out the same at every iteration, and XLA leaves it there.
+    With a user's model that can be anything, such as quantiles of the data.
+
+    :param fn: a function without side effects, of arrays; other leaves of its arguments
+        and of what it returns must be the same at every call.
+    :param examples: arguments, for shapes and types.
+    """
+    leaves, treedef = jax.tree.flatten(examples)
+    is_array = [_is_array(leaf) for leaf in leaves]
+    returned = []
+
+    def flat(*arrays):
+        rest = iter(arrays)
+        merged = [
+            next(rest) if a else leaf for leaf, a in zip(leaves, is_array, strict=True)
+        ]
+        out, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, merged)))
+        returned[:] = [out_tree, [None if _is_array(leaf) else leaf for leaf in out]]
+        return [leaf for leaf in out if _is_array(leaf)]
+
+    arrays = [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+    program = jax.make_jaxpr(flat)(*arrays)
+    out_tree, out_static = returned
+    jaxpr = program.jaxpr
+    known = set(jaxpr.constvars)
+    now, later = [], []
+    for eqn in jaxpr.eqns:
+        ready = all(isinstance(v, Literal) or v in known for v in eqn.invars)
+        if ready and not eqn.effects:
+            known.update(eqn.outvars)
+            now.append(eqn)
+        else:
+            later.append(eqn)
+    used = [v for eqn in later for v in eqn.invars] + list(jaxpr.outvars)
+    used = dict.fromkeys(v for v in used if not isinstance(v, Literal) and v in known)
+    first = jaxpr.replace(invars=[], outvars=[*used], eqns=now, effects=frozenset())
+    computed = jaxpr_as_fun(ClosedJaxpr(first, program.consts))()
+    rest = ClosedJaxpr(jaxpr.replace(constvars=[*used], eqns=later), computed)
+
+    def rest_of_it(*args):
+        found, given = jax.tree.flatten(args)
+        if given != treedef:
+            raise TypeError(f"Arguments have the structure {given}, not {treedef}.")
+        arrays = [leaf for leaf, a in zip(found, is_array, strict=True) if a]
+        out = iter(jaxpr_as_fun(rest)(*arrays))
+        merged = [next(out) if leaf is None else leaf for leaf in out_static]
+        return jax.tree.unflatten(out_tree, merged)
+
+    return rest_of_it
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
+

@@ -13,12 +13,14 @@ to ``weight(new) * p(x_a)``.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 
+from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import AbstractBlock, Observed
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.subsample import (
@@ -175,9 +177,14 @@ def run_step(
     prior, start = law(values, None)
     clusters = collect(start, z, capacity)
     turns = turn is not None or jump is not None
+    if turn is None:
 
-    def law_now(values):
-        return (prior, start) if turn is None else law(values, start)
+        def law_now(values):
+            return prior, start
+    else:
+        law_now = hoist(lambda values: law(values, start), values)
+        held = start, clusters.counts, clusters.stats
+        make_turn = hoist(partial(_make_turn, law, turn), rng_key, values, *held)
 
     def unfinished(carry):
         churn = carry[3]
@@ -201,10 +208,10 @@ def run_step(
                 key_jump, prior, components, clusters, subsample, record, due
             )
         if turn is not None:
-            held = clusters.counts, clusters.stats
+            held = components, clusters.counts, clusters.stats
             values, stats = lax.cond(
                 due,
-                lambda: _make_turn(key_turn, law, turn, values, components, *held),
+                lambda: make_turn(key_turn, values, *held),
                 lambda: (values, clusters.stats),
             )
             clusters = clusters._replace(stats=stats)
@@ -224,7 +231,7 @@ def run_step(
     return Step(clusters, values, prior, components, subsample, since, refused, record)
 
 
-def _make_turn(rng_key, law, turn, values, components, counts, stats):
+def _make_turn(law, turn, rng_key, values, components, counts, stats):
     values = turn(rng_key, values, components, counts, stats)
     _, new = law(values, components)
     stats = tuple(

@@ -134,7 +134,7 @@ def time_sweep(model, data, z, repeats, learned):
 
     # NB: the kernel's own step. `MCMC.run` compiles it anew at every run, so that the
     # time of a few sweeps cannot be told from that.
-    kernel = SubsampleAnnealedGibbs(bound)
+    kernel = SubsampleAnnealedGibbs(bound, split_merge=None)
     state = kernel.init(random.key(0), 0, {"z": z}, (data,), {})
 
     @jax.jit
