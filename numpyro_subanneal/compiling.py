@@ -100,4 +100,3 @@ def hoist(fn: Callable, *examples: Any) -> Callable:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
-

@@ -90,6 +90,8 @@ class SubsampleAnnealedGibbsState(NamedTuple):
         return self.split_merge.merge_proposals
 
 
+_SPLIT_MERGE = SplitMerge()
+
 # What a kernel finds out in `init` that is of that kernel and process alone.
 _NOT_COPIED = ("_read_for", "_hyper", "_init_fn", "_sample_fn")
 
@@ -188,7 +190,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         hyper_kernel: Callable[[Callable], MCMCKernel] | None = None,
         joint: Sequence[Sequence[str]] = (),
         num_hyper_updates: int = 1,
-        split_merge: SplitMerge | None = SplitMerge(),
+        split_merge: SplitMerge | None = _SPLIT_MERGE,
     ):
         if not callable(model):
             raise ValueError(

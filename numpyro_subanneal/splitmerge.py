@@ -40,11 +40,11 @@ from numpyro_subanneal.subsample import Subsample, over_chains
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.weights import LabelledPrior
 
-# A proposal that visits up to so many rows is always made: it takes a few milliseconds.
+# A proposal that visits up to so many rows is always made; that takes milliseconds.
 _ALWAYS = 1000
 
-# Random numbers are drawn for so many rows at a time: making one takes longer than using
-# it.
+# Random numbers are drawn for so many rows at a time: alone, one takes longer to make
+# than to use.
 _CHUNK = 256
 
 # A kind of proposal that was not accepted in so many is tried half as often, and so on,
@@ -293,7 +293,8 @@ def _link(clusters: Clusters, subsample: Subsample, due: Array) -> Lists:
 
 
 def _choose(
-    options, bits, restricted, prior, components, clusters, subsample, lists, record, due
+    options, bits, restricted, prior, components, clusters, subsample, lists, record,
+    due,
 ):  # fmt: skip
     """The anchors, and whether to go on with them."""
     num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
@@ -473,23 +474,25 @@ def _share_out(
             more = (pass_.p < num_rows) & (pass_.visited < _CHUNK)
             return is_on(pass_) & wanted & more
 
-        def advance(pass_, live, choice, three, log_ratio):
+        def advance(pass_, goes_on, live, choice, three, log_ratio):
+            # A vectorized chain that is elsewhere, or done, waits.
             p = pass_.p
             side = pass_.side.at[jnp.where(live, p, num_rows)].set(choice, mode="drop")
             after = lists.next[p]
-            ca = jnp.where(p == pass_.ca, after, pass_.ca)
-            cb = jnp.where(p == pass_.cb, after, pass_.cb)
+            ca = jnp.where(goes_on & (p == pass_.ca), after, pass_.ca)
+            cb = jnp.where(goes_on & (p == pass_.cb), after, pass_.cb)
             p = jnp.minimum(ca, cb)
             # Read ahead: see `rows._Loop`.
             return pass_._replace(
-                visited=pass_.visited + 1, ca=ca, cb=cb, p=p, was=side[p],
+                visited=pass_.visited + goes_on, ca=ca, cb=cb, p=p, was=side[p],
                 three=three, side=side, log_ratio=log_ratio,
             )  # fmt: skip
 
         def add(pass_):
             p, three = pass_.p, pass_.three
             row = order[p]
-            live = live_at(pass_, adds) & (p != i) & (p != j)
+            goes_on = live_at(pass_, adds)
+            live = goes_on & (p != i) & (p != j)
             xs = [read(row) for read in rows_of]
             scores = _log_weights(prior, clusters, proposal, slots, three.n)
             for part, (stats, tables), x in zip(
@@ -507,12 +510,13 @@ def _share_out(
             change = jnp.where(phase == last, log_p, 0) - log_q
             n = three.n.at[ks].add(jnp.where(live, 1, 0))
             log_ratio = pass_.log_ratio + jnp.where(live, change, 0)
-            return advance(pass_, live, choice, _Three(n, parts), log_ratio)
+            return advance(pass_, goes_on, live, choice, _Three(n, parts), log_ratio)
 
         def move(pass_):
             p, three = pass_.p, pass_.three
             row = order[p]
-            live = live_at(pass_, ~adds) & (p != i) & (p != j)
+            goes_on = live_at(pass_, ~adds)
+            live = goes_on & (p != i) & (p != j)
             was = pass_.was.astype(jnp.int32)
             xs = [read(row) for read in rows_of]
             n = three.n.at[was].add(jnp.where(live, -1, 0))
@@ -534,18 +538,16 @@ def _share_out(
             )
             n = n.at[k].add(jnp.where(live, 1, 0))
             log_ratio = pass_.log_ratio - jnp.where(live, log_q, 0)
-            return advance(pass_, live, choice, _Three(n, parts), log_ratio)
+            return advance(pass_, goes_on, live, choice, _Three(n, parts), log_ratio)
 
-        begins = (pass_.p == first) & adds
-        three = jax.tree.map(
-            lambda a, b: jnp.where(begins, a, b), anchors, pass_.three
-        )
+        begins = is_on(pass_) & adds & (pass_.p == first)
+        three = jax.tree.map(lambda a, b: jnp.where(begins, a, b), anchors, pass_.three)
         pass_ = pass_._replace(three=three, visited=jnp.int32(0))
         for step, wanted in ((add, adds), (move, ~adds)):
             pass_ = lax.while_loop(
                 lambda pass_, wanted=wanted: _any(live_at(pass_, wanted)), step, pass_
             )
-        ends = pass_.p == num_rows
+        ends = is_on(pass_) & (pass_.p == num_rows)
         return pass_._replace(
             phase=phase + ends,
             chunk=pass_.chunk + 1,

@@ -45,7 +45,14 @@ NUM_WARMUP, NUM_SAMPLES = 4, 6
 X = blobs()
 N = len(X)
 SITES = {"z", "var", "loc"}
-FIELDS = {"log_joint", "num_clusters", "subsample_size", "capacity_reached"}
+FIELDS = {
+    "log_joint",
+    "num_clusters",
+    "subsample_size",
+    "capacity_reached",
+    "num_splits",
+    "num_merges",
+}
 
 
 def run(*args, key=None, model=mixture, kernel=None, run_kwargs=None, **kwargs):

@@ -7,10 +7,12 @@ What one update of all hyperparameters costs, and what it adds to a sweep.
 Tables of 68 categorical columns of 2 to 17 categories, with a grid of 20 strengths for
 each column, and of 63 real columns, with a grid of 20 values of kappa, and one of the
 rate, for each; 50 occupied clusters of 64. Times are medians of repeated calls, compile
-time apart.
+time apart, on one core: with several, XLA hands the small steps of a loop from thread
+to thread, and the same program takes once as long and once more than twice as long.
 """
 
 import argparse
+import os
 import time
 
 import jax
@@ -156,6 +158,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--sweeps", type=int, default=10)
     args = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        # NB: before JAX starts its threads.
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     z, data = tables(args.num_rows, args.columns)
     for name, model in (("categorical", categorical), ("real", real)):
         update, compile_time = time_update(model, data[name], z, args.repeats)
