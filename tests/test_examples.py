@@ -17,6 +17,7 @@ ARGUMENTS = {
     "benchmarks/hyperparameters.py": "--num-rows 99 --repeats 2 --sweeps 1 --columns 2",
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
     "benchmarks/row_moves.py": "--quick --moves 2000",
+    "benchmarks/split_merge.py": "--quick",
 }
 
 
@@ -47,6 +48,8 @@ def test_example_runs(name, tmp_path):
         assert "num_clusters" in idata.sample_stats
     elif name == "benchmarks/row_moves.py":
         assert "us/move" in done.stdout
+    elif name == "benchmarks/split_merge.py":
+        assert "shortfall" in done.stdout and "neither" in done.stdout
     elif name == "benchmarks/hyperparameters.py":
         assert done.stdout.count("update") == 2
     else:
