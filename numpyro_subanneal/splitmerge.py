@@ -139,6 +139,23 @@ class Lists(NamedTuple):
     next: Array
 
 
+class _Scene(NamedTuple):
+    """
+    What there is before a proposal: the prior of the partition, components, clusters,
+    rows in the subsample, and their lists.
+    """
+
+    prior: Prior
+    components: tuple[Component, ...]
+    clusters: Clusters
+    subsample: Subsample
+    lists: Lists
+
+    @property
+    def slots(self) -> Array:
+        return jnp.arange(self.clusters.counts.shape[0], dtype=jnp.int32)
+
+
 class _Proposal(NamedTuple):
     """
     - **on** - whether it is made.
@@ -236,14 +253,9 @@ def split_and_merge(
         key_choice, key_scan = random.split(random.fold_in(rng_key, t))
         bits = random.bits(key_choice, (7,), jnp.uint32)
         restricted = t >= options.num_sequential
-        proposal, record = _choose(
-            options, bits, restricted, prior, components, clusters, subsample, lists,
-            record, due,
-        )  # fmt: skip
-        three, side, log_ratio = _share_out(
-            options, key_scan, prior, components, clusters, subsample, lists, side,
-            proposal,
-        )  # fmt: skip
+        scene = _Scene(prior, components, clusters, subsample, lists)
+        proposal, record = _choose(options, bits, restricted, scene, record, due)
+        three, side, log_ratio = _share_out(options, key_scan, scene, side, proposal)
         n = subsample.size.astype(log_ratio.dtype)
         m, a = three.n[2].astype(n.dtype), three.n[0].astype(n.dtype)
         log_ratio = log_ratio + jnp.log(m - 1) - jnp.log(n - a)
@@ -252,9 +264,7 @@ def split_and_merge(
             log_ratio = log_ratio + jnp.log(proposal.num_empty.astype(n.dtype))
         log_ratio = jnp.where(proposal.split, log_ratio, -log_ratio)
         accepted = proposal.on & (jnp.log(_uniform(bits[6])) < log_ratio)
-        clusters, lists = _commit(
-            components, clusters, subsample, lists, side, proposal, three, accepted
-        )
+        clusters, lists = _commit(scene, side, proposal, three, accepted)
         return clusters, lists, side, _count(record, proposal, accepted, adapting)
 
     clusters, _, _, record = lax.fori_loop(
@@ -292,14 +302,11 @@ def _link(clusters: Clusters, subsample: Subsample, due: Array) -> Lists:
     return lax.fori_loop(0, stop, prepend, lists)
 
 
-def _choose(
-    options, bits, restricted, prior, components, clusters, subsample, lists, record,
-    due,
-):  # fmt: skip
+def _choose(options, bits, restricted, scene, record, due):
     """The anchors, and whether to go on with them."""
+    prior, components, clusters, subsample, lists = scene
     num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
-    counts, size = clusters.counts, subsample.size
-    slots = jnp.arange(capacity, dtype=jnp.int32)
+    counts, size, slots = clusters.counts, subsample.size, scene.slots
     split = (bits[0] & 1) == 0
     i = _below(bits[1], size)
     c = jnp.maximum(clusters.z[subsample.order[i]], 0)
@@ -341,7 +348,7 @@ def _choose(
     # that the statistics alone refuse them.
     bound = lax.cond(
         on & ~split,
-        lambda: _log_ratio_of_merge(prior, components, clusters, c, e, slots),
+        lambda: _log_ratio_of_merge(scene, c, e),
         lambda: jnp.zeros((), jnp.result_type(float)),
     )
     bound = bound + jnp.log((size - own) / jnp.maximum(num - 1, 1))
@@ -379,9 +386,10 @@ def _rounding(components, size):
     return 100 * jnp.finfo(jnp.result_type(float)).eps * cells
 
 
-def _log_ratio_of_merge(prior, components, clusters, c, e, slots):
+def _log_ratio_of_merge(scene, c, e):
     """Log posterior of clusters `c` and `e` as one less that of them as they are."""
-    counts = clusters.counts
+    prior, components, clusters, *_ = scene
+    counts, slots = clusters.counts, scene.slots
     merged = jnp.where(slots == c, counts[c] + counts[e], counts)
     merged = jnp.where(slots == e, 0, merged)
     if isinstance(prior, LabelledPrior):
@@ -399,9 +407,7 @@ def _log_ratio_of_merge(prior, components, clusters, c, e, slots):
     return total
 
 
-def _share_out(
-    options, rng_key, prior, components, clusters, subsample, lists, side, proposal
-):  # fmt: skip
+def _share_out(options, rng_key, scene, side, proposal):
     """
     Share out the rows between the anchors, or see how probable it was that they were
     shared out as they are.
@@ -409,9 +415,8 @@ def _share_out(
     :return: the clusters, which anchor each row is with, and the logarithm of posterior
         apart / posterior together / probability of the allocation.
     """
-    num_rows = clusters.z.shape[0]
-    order, counts = subsample.order, clusters.counts
-    slots = jnp.arange(counts.shape[0])
+    _, components, clusters, subsample, lists = scene
+    num_rows, order = clusters.z.shape[0], subsample.order
     on, split, restricted, c, e, i, j, _ = proposal
     rows_of = [
         (lambda n, part=part: part.block.row(part.hyper, part.data, n))
@@ -422,7 +427,7 @@ def _share_out(
     # probabilities of the rows are compared row by row, since whole log marginal
     # likelihoods of many rows have few digits after the point.
     start = []
-    log_ratio = _log_prior_of_anchor(prior, clusters, subsample, proposal, slots)
+    log_ratio = _log_prior_of_anchor(scene, proposal)
     live = jnp.asarray(True)
     for part, row in zip(components, rows_of, strict=True):
         block, hyper = part.block, part.hyper
@@ -494,7 +499,7 @@ def _share_out(
             goes_on = live_at(pass_, adds)
             live = goes_on & (p != i) & (p != j)
             xs = [read(row) for read in rows_of]
-            scores = _log_weights(prior, clusters, proposal, slots, three.n)
+            scores = _log_weights(scene, proposal, three.n)
             for part, (stats, tables), x in zip(
                 components, three.parts, xs, strict=True
             ):
@@ -520,7 +525,7 @@ def _share_out(
             was = pass_.was.astype(jnp.int32)
             xs = [read(row) for read in rows_of]
             n = three.n.at[was].add(jnp.where(live, -1, 0))
-            scores = _log_weights(prior, clusters, proposal, slots, n)
+            scores = _log_weights(scene, proposal, n)
             taken = []
             for part, (stats, tables), x in zip(
                 components, three.parts, xs, strict=True
@@ -570,7 +575,7 @@ def _any(live: Array) -> Array:
     return over_chains(live.astype(jnp.int32)) > 0
 
 
-def _log_prior_of_anchor(prior, clusters, subsample, proposal, slots):
+def _log_prior_of_anchor(scene, proposal):
     """
     Log prior of the second anchor as a cluster of its own, less that of it with the
     first.
@@ -578,9 +583,10 @@ def _log_prior_of_anchor(prior, clusters, subsample, proposal, slots):
     For a partition that factor takes in the change of the number of clusters: with the
     EPPF ``V(n, K) * prod W(n_k)``, it is ``V(n, K + 1) / V(n, K)``.
     """
+    prior, _, clusters, subsample, _ = scene
     if isinstance(prior, LabelledPrior):
-        others = _others(clusters, proposal, slots)
-        log_weights = prior.log_weights(others + (slots == proposal.c))
+        others = _others(scene, proposal)
+        log_weights = prior.log_weights(others + (scene.slots == proposal.c))
         return log_weights[proposal.e] - log_weights[proposal.c]
     occupied = jnp.sum(clusters.counts > 0, dtype=jnp.int32)
     united = jnp.where(proposal.split, occupied, occupied - 1)
@@ -588,29 +594,30 @@ def _log_prior_of_anchor(prior, clusters, subsample, proposal, slots):
     return log_new - prior.log_weight_existing(jnp.ones(1, jnp.int32))[0]
 
 
-def _log_weights(prior, clusters, proposal, slots, n):
+def _log_weights(scene, proposal, n):
     """Log prior weights, for one more row, of the two clusters and of the one with the
     rows of both."""
+    prior, slots = scene.prior, scene.slots
     if not isinstance(prior, LabelledPrior):
         return prior.log_weight_existing(n)
     c, e = proposal.c, proposal.e
-    others = _others(clusters, proposal, slots)
+    others = _others(scene, proposal)
     apart = others + jnp.where(slots == c, n[0], jnp.where(slots == e, n[1], 0))
     united = others + jnp.where(slots == c, n[2], 0)
     log_apart, log_united = prior.log_weights(apart), prior.log_weights(united)
     return jnp.stack([log_apart[c], log_apart[e], log_united[c]])
 
 
-def _others(clusters, proposal, slots):
-    concerned = (slots == proposal.c) | (slots == proposal.e)
-    return jnp.where(concerned, 0, clusters.counts)
+def _others(scene, proposal):
+    concerned = (scene.slots == proposal.c) | (scene.slots == proposal.e)
+    return jnp.where(concerned, 0, scene.clusters.counts)
 
 
-def _commit(components, clusters, subsample, lists, side, proposal, three, accepted):
+def _commit(scene, side, proposal, three, accepted):
     """The clusters and lists after the proposal, if it was `accepted`."""
+    _, components, clusters, subsample, lists = scene
     num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
-    split, c, e = proposal.split, proposal.c, proposal.e
-    slots = jnp.arange(capacity)
+    split, c, e, slots = proposal.split, proposal.c, proposal.e, scene.slots
 
     def live_at(p):
         return accepted & (p < num_rows)

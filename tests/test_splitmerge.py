@@ -414,16 +414,11 @@ def test_ratio_of_a_merge_of_many_rows_is_right_to_rounding():
         proposal = splitmerge._Proposal(
             yes, ~yes, ~yes, *(jnp.int32(v) for v in (0, 1, i, j, 2))
         )
+        lists = splitmerge._link(clusters, subsample, yes)
+        scene = splitmerge._Scene(prior, components, clusters, subsample, lists)
+        side = jnp.zeros(MANY, bool)
         return splitmerge._share_out(
-            SplitMerge(),
-            random.key(0),
-            prior,
-            components,
-            clusters,
-            subsample,
-            splitmerge._link(clusters, subsample, yes),
-            jnp.zeros(MANY, bool),
-            proposal,
+            SplitMerge(), random.key(0), scene, side, proposal
         )[2]
 
     found = float(ratio(jnp.asarray(z)))
