@@ -192,7 +192,7 @@ def run_step(
 
     def run_chunk(carry):
         clusters, values, subsample, churn, since, refused, record, rng_key = carry
-        rng_key, key_churn, key_moves, key_jump, key_turn = random.split(rng_key, 5)
+        rng_key, key_churn, key_moves, key_turn, key_jump = random.split(rng_key, 5)
         most = jnp.int32(chunk)
         if turns:
             most = jnp.clip(subsample.size - since, 1, most)

@@ -582,7 +582,7 @@ ANNEALS = {
     "churn": (LinearSchedule(churn=2), 7),
     "sequential": (SequentialGibbs(), 2),
     "prior": (PriorGibbs(), 2),
-    "custom": (Custom(), 5),
+    "uneven": (Custom(), 5),
 }
 
 
