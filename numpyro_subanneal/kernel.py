@@ -23,6 +23,7 @@ from numpyro.util import identity, is_prng_key
 from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading, rows
+from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
 from numpyro_subanneal.splitmerge import Record, SplitMerge, split_and_merge
 from numpyro_subanneal.subsample import Subsample
@@ -41,7 +42,8 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **num_clusters** - number of occupied clusters.
     - **subsample_size** - number of rows in the subsample.
     - **capacity_reached** - number of moves so far in which a row could not have opened
-      a cluster, because all the model's clusters were occupied.
+      a cluster, or a cluster have been split, because all the model's clusters were
+      occupied.
     - **order** - a permutation of the rows; the first `subsample_size` are in.
     - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
       in each warm-up step. Carried so that a state goes on where it was, whatever
@@ -337,7 +339,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         steps = self._schedule.checked_steps(self._plan.num_rows, num_warmup)
         batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
         composite = GIBBS_SITES_KWARG in model_kwargs
-        given = self._check_init_params(init_params, num_warmup, batch_shape, composite)
+        given = self._check_init_params(
+            init_params, num_warmup, batch_shape, composite, model_args, model_kwargs
+        )
         rebuild, arrays = reading.with_array_arguments(model_args, model_kwargs)
         if self._init_fn is None:
             self._hyper = self._make_hyper_kernel()
@@ -409,7 +413,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
         return kernel
 
-    def _check_init_params(self, init_params, num_warmup, batch_shape, composite):
+    def _check_init_params(
+        self, init_params, num_warmup, batch_shape, composite, model_args, model_kwargs
+    ):
         """The initial values of the sites that are given."""
         if init_params is None:
             return {}
@@ -434,6 +440,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             for name, value in init_params.items()
             if name in hyper
         }
+        if given and not any(isinstance(v, jax.core.Tracer) for v in given.values()):
+            self._check_values(given, batch_shape, model_args, model_kwargs)
         if partition not in init_params:
             return given
         z = init_params[partition]
@@ -460,6 +468,51 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                     + (", and -1 is a row that is not in yet)." if least else ").")
                 )
         return {**given, partition: jnp.asarray(z, jnp.int32)}
+
+    def _check_values(self, given, batch_shape, model_args, model_kwargs):
+        """That values of hyperparameters have the site's shape and are in its support,
+        given the others."""
+        plan = self._plan
+        rebuild, arrays = reading.with_array_arguments(model_args, model_kwargs)
+
+        def check(arrays, given):
+            args, kwargs = rebuild(arrays)
+            values = reading.first_values(
+                random.key(0), plan, self._model, args, kwargs
+            )
+            trace = reading.trace_at(plan, self._model, args, kwargs, values | given)
+            return {name: trace[name]["fn"].support(given[name]) for name in given}
+
+        args, kwargs = rebuild(arrays)
+        shapes = jax.eval_shape(
+            lambda: reading.first_values(random.key(0), plan, self._model, args, kwargs)
+        )
+        for name, value in given.items():
+            shape = batch_shape + shapes[name].shape
+            if value.shape != shape and value.ndim > 0:
+                raise ValueError(
+                    f"The initial value of hyperparameter '{name}' has shape "
+                    f"{value.shape}; it must have shape {shape}."
+                )
+        full = {
+            name: jnp.broadcast_to(value, batch_shape + shapes[name].shape).astype(
+                shapes[name].dtype
+            )
+            for name, value in given.items()
+        }
+        for _ in batch_shape:
+            check = jax.vmap(check, in_axes=(None, 0))
+        found = compile_for(check, arrays, full, quickly=True)(arrays, full)
+        for name, inside in found.items():
+            inside = np.asarray(inside)
+            if not inside.all():
+                value = np.asarray(full[name])
+                if inside.shape == value.shape:
+                    value = value[~inside][0]
+                raise ValueError(
+                    f"The initial value of hyperparameter '{name}' holds {value}, which "
+                    "is not in the support of its prior."
+                )
 
     def _init_one(self, rebuild, composite, rng_key, given, steps, arrays):
         plan = self._plan

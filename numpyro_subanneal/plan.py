@@ -106,8 +106,20 @@ class _Reader:
     def plan(self) -> Plan:
         # Under validation NumPyro warns of bad data and bad hyperparameters, which are
         # refused below by the name of their site.
-        with handlers.block(), numpyro.validation_enabled(False):
-            return self._plan()
+        try:
+            with handlers.block(), numpyro.validation_enabled(False):
+                return self._plan()
+        except (
+            jax.errors.TracerArrayConversionError,
+            jax.errors.ConcretizationTypeError,
+        ) as error:
+            raise NotRecognised(
+                "The model needs a value of its data, or of a latent site, while JAX "
+                "traces it: NumPy functions, `float`, `int` and `if` cannot take such "
+                "a value. Write `jax.numpy` in their place, such as `jnp.isnan`, or "
+                "compute what depends on the data alone beforehand and hand it to the "
+                "model. JAX said: " + str(error).split("\n")[0]
+            ) from error
 
     def _plan(self) -> Plan:
         leaves = jax.tree.leaves((self.args, self.kwargs))

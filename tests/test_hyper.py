@@ -885,3 +885,39 @@ def test_slices_follow_their_densities():
     for value, cdf in zip(x.T, laws, strict=True):
         test = stats.kstest(value, cdf)
         assert test.pvalue > 1e-4, test
+
+
+# --- Values to start from -------------------------------------------------------------
+
+
+def small_hyper(x):
+    a = numpyro.sample("a", Grid(jnp.array([0.5, 1.0, 2.0])))
+    s = numpyro.sample("s", dist.HalfNormal(5.0))
+    z = numpyro.sample("z", ChineseRestaurantProcess(a, size=len(x)))
+    with numpyro.plate("clusters", 3):
+        loc = numpyro.sample("loc", dist.Normal(0.0, s))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("x", dist.Normal(loc[z], 1.0), obs=x)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"s": np.nan}, "'s' holds nan, which is not in the support"),
+        ({"s": -1.0}, "'s' holds -1.0"),
+        ({"a": 3.0}, "'a' holds 3.0"),
+        ({"a": np.ones(3)}, r"'a' has shape \(3,\); it must have shape \(\)"),
+    ],
+)
+def test_bad_initial_values_are_refused(given, message):
+    kernel = SubsampleAnnealedGibbs(small_hyper)
+    with pytest.raises(ValueError, match=message):
+        kernel.init(random.key(0), 0, given, (Y,), {})
+
+
+def test_bad_initial_value_of_one_chain_is_refused():
+    kernel = SubsampleAnnealedGibbs(small_hyper)
+    keys = random.split(random.key(0), 2)
+    given = {"s": np.array([1.0, -2.0]), "a": np.array([1.0, 2.0])}
+    with pytest.raises(ValueError, match="'s' holds -2.0"):
+        kernel.init(keys, 0, given, (Y,), {})

@@ -358,8 +358,10 @@ def test_a_state_from_the_middle_of_the_anneal_ends_it(warm):
     # One of four warm-up steps is made, three are left when sampling starts.
     kernel = SubsampleAnnealedGibbs(mixture)
     state = jax.jit(lambda s: kernel.sample(s, (X,), {}))(start(kernel, X))
-    collected = warm.get_samples()
-    assert_same(state.z, {name: collected[name][0] for name in SITES})
+    collected = {name: warm.get_samples()[name][0] for name in SITES}
+    np.testing.assert_array_equal(state.z["z"], collected["z"])
+    for name in SITES:  # by another program, so to rounding
+        np.testing.assert_allclose(state.z[name], collected[name], rtol=1e-5)
     mcmc = go_on(state, num_warmup=0, key=state.rng_key)
     sizes = np.asarray(mcmc.get_extra_fields()["subsample_size"])
     warm_sizes = warm.get_extra_fields()["subsample_size"]
@@ -758,8 +760,9 @@ def test_few_rows_and_any_capacity(num_rows, num_features, capacity):
     if capacity > num_rows:
         np.testing.assert_array_equal(reached, 0)
     else:
-        # One cluster: in no move of a sweep could a row have opened another.
-        np.testing.assert_array_equal(np.diff(reached), num_rows)
+        # One cluster: in no move of a sweep could a row have opened another, and no
+        # proposal have split it.
+        assert (np.diff(reached) >= num_rows).all()
 
 
 # --- A fresh process ---

@@ -1010,3 +1010,20 @@ def test_explain_prints_why_a_model_is_refused(capsys, model, x, word):
     assert shown.splitlines()[0].split() == ["site", "role", "pair", "why"]
     _, reason = shown.split("Not recognised: ")
     assert word in reason
+
+
+def test_numpy_on_the_data_is_refused_with_the_way_out(capsys):
+    def numpy_mask(x):
+        with handlers.mask(mask=~np.isnan(x)):
+            expanded(x)
+
+    with pytest.raises(NotRecognised, match="such as `jnp.isnan`"):
+        recognise(numpy_mask, (jnp.asarray(X2),), {})
+    explain(numpy_mask, jnp.asarray(X2))
+    assert "jnp.isnan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e25])
+def test_values_whose_squares_overflow_are_refused(scale):
+    with pytest.raises(NotRecognised, match="sum of whose squares float32"):
+        recognise(expanded, ((X2 * scale).astype(np.float32),), {})

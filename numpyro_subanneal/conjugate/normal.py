@@ -78,6 +78,12 @@ class NormalInverseGamma(AbstractConjugatePair):
                 "there); call `numpyro.enable_x64()` first or subtract a constant from "
                 "the column"
             )
+        # Sums of squares, of values and of differences from the prior's mean.
+        if float(largest) > np.sqrt(float(np.finfo(kind).max) / (16 * len(x))):
+            return (
+                f"has values up to {largest:.6g}, the sum of whose squares {kind} cannot "
+                "hold; divide the column by a constant"
+            )
         return None
 
     def theta(self, hyper, sample):
