@@ -39,6 +39,7 @@ def test_public_names_are_these():
         "PitmanYorProcess",
         "PriorGibbs",
         "SequentialGibbs",
+        "SplitMerge",
         "SubsampleAnnealedGibbs",
         "SubsampleAnnealedGibbsState",
         "explain",

@@ -1018,7 +1018,7 @@ def test_numpy_on_the_data_is_refused_with_the_way_out(capsys):
             expanded(x)
 
     with pytest.raises(NotRecognised, match="such as `jnp.isnan`"):
-        recognise(numpy_mask, (jnp.asarray(X2),), {})
+        planning.recognise(numpy_mask, (jnp.asarray(X2),), {})
     explain(numpy_mask, jnp.asarray(X2))
     assert "jnp.isnan" in capsys.readouterr().out
 
@@ -1026,4 +1026,4 @@ def test_numpy_on_the_data_is_refused_with_the_way_out(capsys):
 @pytest.mark.parametrize("scale", [1e18, 1e25])
 def test_values_whose_squares_overflow_are_refused(scale):
     with pytest.raises(NotRecognised, match="sum of whose squares float32"):
-        recognise(expanded, ((X2 * scale).astype(np.float32),), {})
+        planning.recognise(expanded, ((X2 * scale).astype(np.float32),), {})
