@@ -510,8 +510,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 if inside.shape == value.shape:
                     value = value[~inside][0]
                 raise ValueError(
-                    f"The initial value of hyperparameter '{name}' holds {value}, which "
-                    "is not in the support of its prior."
+                    f"The initial value of hyperparameter '{name}' holds {value}, "
+                    "which is not in the support of its prior."
                 )
 
     def _init_one(self, rebuild, composite, rng_key, given, steps, arrays):

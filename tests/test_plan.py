@@ -1014,8 +1014,8 @@ def test_explain_prints_why_a_model_is_refused(capsys, model, x, word):
 
 def test_numpy_on_the_data_is_refused_with_the_way_out(capsys):
     def numpy_mask(x):
-        with handlers.mask(mask=~np.isnan(x)):
-            expanded(x)
+        assert not np.isnan(x).any()
+        expanded(x)
 
     with pytest.raises(NotRecognised, match="such as `jnp.isnan`"):
         planning.recognise(numpy_mask, (jnp.asarray(X2),), {})

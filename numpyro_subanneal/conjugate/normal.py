@@ -81,8 +81,8 @@ class NormalInverseGamma(AbstractConjugatePair):
         # Sums of squares, of values and of differences from the prior's mean.
         if float(largest) > np.sqrt(float(np.finfo(kind).max) / (16 * len(x))):
             return (
-                f"has values up to {largest:.6g}, the sum of whose squares {kind} cannot "
-                "hold; divide the column by a constant"
+                f"has values up to {largest:.6g}, the sum of whose squares {kind} "
+                "cannot hold; divide the column by a constant"
             )
         return None
 
