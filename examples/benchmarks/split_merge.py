@@ -7,10 +7,10 @@ What splits and merges are good for, and what they cost.
 Planted clusters from which moves of single rows get stuck: 68 categorical columns with
 a prior that ignores how frequent the categories are; and overlapping clusters in two
 real columns, hyperparameters learned. Each table is sampled for the same time with the
-anneal and splits and merges, without either, and without both, from several seeds. Shown
-is by how much the log joint probability falls short of the planted partition's, in nats
-a row (below zero: the chain has found a better one), and the adjusted Rand index with
-the planted partition. Compile time is apart.
+anneal and splits and merges, without either, and without both, from several seeds. It
+shows by how much the log joint probability falls short of that of the planted
+partition, in nats a row (below zero: the chain has found a better one), and the
+adjusted Rand index of the two. Compile time is apart.
 
     python examples/benchmarks/split_merge.py               # a few minutes
     python examples/benchmarks/split_merge.py --cost        # what they add to a sweep
