@@ -489,7 +489,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         )
         for name, value in given.items():
             shape = batch_shape + shapes[name].shape
-            if value.shape != shape and value.ndim > 0:
+            if value.shape != shape and (batch_shape or value.ndim > 0):
                 raise ValueError(
                     f"The initial value of hyperparameter '{name}' has shape "
                     f"{value.shape}; it must have shape {shape}."

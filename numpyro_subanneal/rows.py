@@ -27,6 +27,7 @@ from numpyro_subanneal.subsample import (
     Churn,
     Moves,
     Subsample,
+    any_chain,
     draw_moves,
     over_chains,
 )
@@ -325,12 +326,17 @@ def _gumbel(rng_key: Array, shape: tuple[int, ...]) -> Array:
     dtype = jnp.result_type(float)
     if dtype.itemsize > 4:
         return random.gumbel(rng_key, shape, dtype)
-    bits = random.bits(rng_key, shape, jnp.uint32)
-    u = (bits.astype(dtype) + 0.5) * dtype.type(2.0**-32)
+    u = uniform(random.bits(rng_key, shape, jnp.uint32))
     # -log(1 - u): of a small `u` by three terms of its series, and never infinite.
     large = -jnp.log(jnp.maximum(1 - u, 2.0**-25))
     small = u * (1 + u * (0.5 + u / 3))
     return -jnp.log(jnp.where(u < 2.0**-6, small, large))
+
+
+def uniform(bits: Array) -> Array:
+    """Uniform variates of 32 random bits each; never zero."""
+    dtype = jnp.result_type(float)
+    return (bits.astype(dtype) + 0.5) * dtype.type(2.0**-32)
 
 
 def _room(counts: Array) -> Array:
@@ -370,7 +376,7 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
         return selected & room & (loop.position < moves.count)
 
     def any_live(loop):
-        return over_chains(live(loop).astype(jnp.int32)) > 0
+        return any_chain(live(loop))
 
     slots = jnp.arange(width, dtype=jnp.int32)
     num_blocks = -(-width // _NOISE)

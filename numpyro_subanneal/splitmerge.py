@@ -35,8 +35,8 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_subanneal.rows import Clusters, Component, Prior
-from numpyro_subanneal.subsample import Subsample, over_chains
+from numpyro_subanneal.rows import Clusters, Component, Prior, uniform
+from numpyro_subanneal.subsample import Subsample, any_chain, below, over_chains
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.weights import LabelledPrior
 
@@ -164,7 +164,6 @@ class _Proposal(NamedTuple):
     - **c**, **e** - the cluster of the first anchor, and that of the second or the
       empty one to split off.
     - **i**, **j** - positions of the anchors.
-    - **num_empty** - number of empty clusters before a split, after a merge.
     """
 
     on: Array
@@ -174,7 +173,6 @@ class _Proposal(NamedTuple):
     e: Array
     i: Array
     j: Array
-    num_empty: Array
 
 
 class _Three(NamedTuple):
@@ -260,10 +258,11 @@ def split_and_merge(
         m, a = three.n[2].astype(n.dtype), three.n[0].astype(n.dtype)
         log_ratio = log_ratio + jnp.log(m - 1) - jnp.log(n - a)
         if isinstance(prior, LabelledPrior):
-            # The split may take any of the empty ones.
-            log_ratio = log_ratio + jnp.log(proposal.num_empty.astype(n.dtype))
+            # The split may take any that are empty before it, or after the merge.
+            num_empty = (clusters.counts == 0).sum() + ~proposal.split
+            log_ratio = log_ratio + jnp.log(num_empty.astype(n.dtype))
         log_ratio = jnp.where(proposal.split, log_ratio, -log_ratio)
-        accepted = proposal.on & (jnp.log(_uniform(bits[6])) < log_ratio)
+        accepted = proposal.on & (jnp.log(uniform(bits[6])) < log_ratio)
         clusters, lists = _commit(scene, side, proposal, three, accepted)
         return clusters, lists, side, _count(record, proposal, accepted, adapting)
 
@@ -271,16 +270,6 @@ def split_and_merge(
         0, over_chains(jnp.where(due, num, 0)), one, (clusters, lists, side, record)
     )
     return clusters, record
-
-
-def _uniform(bits: Array) -> Array:
-    dtype = jnp.result_type(float)
-    return (bits.astype(dtype) + 0.5) * dtype.type(2.0**-32)
-
-
-def _below(bits: Array, stop: Array) -> Array:
-    # As rows are drawn in `subsample`.
-    return (bits % jnp.maximum(stop, 1).astype(jnp.uint32)).astype(jnp.int32)
 
 
 def _link(clusters: Clusters, subsample: Subsample, due: Array) -> Lists:
@@ -308,21 +297,21 @@ def _choose(options, bits, restricted, scene, record, due):
     num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
     counts, size, slots = clusters.counts, subsample.size, scene.slots
     split = (bits[0] & 1) == 0
-    i = _below(bits[1], size)
+    i = below(bits[1], size)
     c = jnp.maximum(clusters.z[subsample.order[i]], 0)
     own = counts[c]
 
     # A row of another cluster, as its place when the clusters are laid end to end.
     others = jnp.where(slots == c, 0, counts)
     ends = jnp.cumsum(others)
-    place = _below(bits[2], size - own)
+    place = below(bits[2], size - own)
     other = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)
     other = jnp.minimum(other, capacity - 1)
     free = counts == 0
     num_free = free.sum(dtype=jnp.int32)
     # Where clusters have no labels, which slot stands for the new one is immaterial.
     labelled = isinstance(prior, LabelledPrior)
-    nth = _below(bits[3], num_free) if labelled else jnp.int32(0)
+    nth = below(bits[3], num_free) if labelled else jnp.int32(0)
     empty = jnp.searchsorted(jnp.cumsum(free), nth + 1).astype(jnp.int32)
     e = jnp.where(split, jnp.minimum(empty, capacity - 1), other)
 
@@ -331,10 +320,10 @@ def _choose(options, bits, restricted, scene, record, due):
     num = jnp.where(split, own, own + counts[e]).astype(jnp.result_type(float))
     visits = num * jnp.where(restricted, options.num_scans + 3, 1)
     most = jnp.maximum(_ALWAYS, options.max_share * size)
-    tried = _uniform(bits[4]) * visits < most
+    tried = uniform(bits[4]) * visits < most
     halvings = record.failures[restricted.astype(jnp.int32)] // _PATIENCE
     rate = jnp.maximum(0.5**halvings, 1 / _LEAST)
-    tried &= due & (_uniform(bits[5]) < rate)
+    tried &= due & (uniform(bits[5]) < rate)
     on = possible & tried
     record = record._replace(
         split_proposals=record.split_proposals + (on & split),
@@ -353,10 +342,10 @@ def _choose(options, bits, restricted, scene, record, due):
     )
     bound = bound + jnp.log((size - own) / jnp.maximum(num - 1, 1))
     slack = 1 + _rounding(components, size)
-    on &= split | (jnp.log(_uniform(bits[6])) < bound + slack)
+    on &= split | (jnp.log(uniform(bits[6])) < bound + slack)
 
     # The second anchor, found by walking along its list.
-    left = jnp.where(split, _below(bits[2], own - 1), place - (ends - others)[e])
+    left = jnp.where(split, below(bits[2], own - 1), place - (ends - others)[e])
     passed = jnp.where(split, i, -1)
     start = jnp.where(split, lists.head[c], lists.head[e])
 
@@ -371,12 +360,11 @@ def _choose(options, bits, restricted, scene, record, due):
         return jnp.where(live, lists.next[position], position), left
 
     j, _ = lax.while_loop(
-        lambda carry: over_chains(short_of_it(carry).astype(jnp.int32)) > 0,
+        lambda carry: any_chain(short_of_it(carry)),
         step,
         (start, left),
     )
-    num_empty = jnp.where(split, num_free, num_free + 1)
-    return _Proposal(on, split, restricted, c, e, i, j, num_empty), record
+    return _Proposal(on, split, restricted, c, e, i, j), record
 
 
 def _rounding(components, size):
@@ -417,7 +405,7 @@ def _share_out(options, rng_key, scene, side, proposal):
     """
     _, components, clusters, subsample, lists = scene
     num_rows, order = clusters.z.shape[0], subsample.order
-    on, split, restricted, c, e, i, j, _ = proposal
+    on, split, restricted, c, e, i, j = proposal
     rows_of = [
         (lambda n, part=part: part.block.row(part.hyper, part.data, n))
         for part in components
@@ -457,7 +445,7 @@ def _share_out(options, rng_key, scene, side, proposal):
     def run_chunk(pass_):
         # What is drawn ahead: random numbers for so many rows.
         key = random.fold_in(rng_key, pass_.chunk)
-        noise = _uniform(random.bits(key, (_CHUNK,), jnp.uint32))
+        noise = uniform(random.bits(key, (_CHUNK,), jnp.uint32))
         phase = pass_.phase
         adds = ~restricted | (phase == 0) | (phase == last)
         is_proposal = phase == jnp.where(restricted, last - 1, 0)
@@ -484,9 +472,7 @@ def _share_out(options, rng_key, scene, side, proposal):
             p = pass_.p
             side = pass_.side.at[jnp.where(live, p, num_rows)].set(choice, mode="drop")
             after = lists.next[p]
-            ca = jnp.where(goes_on & (p == pass_.ca), after, pass_.ca)
-            cb = jnp.where(goes_on & (p == pass_.cb), after, pass_.cb)
-            p = jnp.minimum(ca, cb)
+            ca, cb, p = _follow(goes_on, after, pass_.ca, pass_.cb)
             # Read ahead: see `rows._Loop`.
             return pass_._replace(
                 visited=pass_.visited + goes_on, ca=ca, cb=cb, p=p, was=side[p],
@@ -550,7 +536,9 @@ def _share_out(options, rng_key, scene, side, proposal):
         pass_ = pass_._replace(three=three, visited=jnp.int32(0))
         for step, wanted in ((add, adds), (move, ~adds)):
             pass_ = lax.while_loop(
-                lambda pass_, wanted=wanted: _any(live_at(pass_, wanted)), step, pass_
+                lambda pass_, wanted=wanted: any_chain(live_at(pass_, wanted)),
+                step,
+                pass_,
             )
         ends = is_on(pass_) & (pass_.p == num_rows)
         return pass_._replace(
@@ -567,12 +555,8 @@ def _share_out(options, rng_key, scene, side, proposal):
         zero, zero, zero, lists.head[c], end, first, side[first],
         anchors, side, log_ratio,
     )  # fmt: skip
-    done = lax.while_loop(lambda pass_: _any(is_on(pass_)), run_chunk, start)
+    done = lax.while_loop(lambda pass_: any_chain(is_on(pass_)), run_chunk, start)
     return done.three, done.side, done.log_ratio
-
-
-def _any(live: Array) -> Array:
-    return over_chains(live.astype(jnp.int32)) > 0
 
 
 def _log_prior_of_anchor(scene, proposal):
@@ -613,6 +597,14 @@ def _others(scene, proposal):
     return jnp.where(concerned, 0, scene.clusters.counts)
 
 
+def _follow(goes_on, after, ca, cb):
+    """Both lists one row further: the list that is at the lower of the positions `ca`
+    and `cb` goes to the one `after` it."""
+    p = jnp.minimum(ca, cb)
+    ca, cb = (jnp.where(goes_on & (p == at), after, at) for at in (ca, cb))
+    return ca, cb, jnp.minimum(ca, cb)
+
+
 def _commit(scene, side, proposal, three, accepted):
     """The clusters and lists after the proposal, if it was `accepted`."""
     _, components, clusters, subsample, lists = scene
@@ -636,8 +628,7 @@ def _commit(scene, side, proposal, three, accepted):
         tails = jnp.where(live & (jnp.arange(2) == second), p, tails)
         row = jnp.where(live, subsample.order[p], num_rows)
         z = z.at[row].set(k, mode="drop")
-        ca, cb = jnp.where(p == ca, after, ca), jnp.where(p == cb, after, cb)
-        p = jnp.minimum(ca, cb)
+        ca, cb, p = _follow(live, after, ca, cb)
         # Read ahead, after the write: see `rows._Loop`.
         return ca, cb, p, lists.next[p], z, lists, tails
 
@@ -646,7 +637,7 @@ def _commit(scene, side, proposal, three, accepted):
     p = jnp.minimum(ca, cb)
     nobody = jnp.full(2, num_rows, jnp.int32)
     *_, z, lists, tails = lax.while_loop(
-        lambda carry: over_chains(live_at(carry[2]).astype(jnp.int32)) > 0,
+        lambda carry: any_chain(live_at(carry[2])),
         visit,
         (ca, cb, p, lists.next[p], clusters.z, lists, nobody),
     )

@@ -81,6 +81,11 @@ def _(axis_size, in_batched, x):
     return (over_chains(jnp.max(x, 0)) if in_batched[0] else x), False
 
 
+def any_chain(live: Array) -> Array:
+    """Whether a loop goes on: `live`, or that of any vectorized chain."""
+    return over_chains(live.astype(jnp.int32)) > 0
+
+
 def draw_moves(
     rng_key: Array,
     subsample: Subsample,
@@ -110,8 +115,8 @@ def draw_moves(
         credit = credit - jnp.where(add, churn.total, 0)
         # `last` is the end of the subsample after the removal, where the new row goes.
         last = jnp.where(add, size, size - 1)
-        gone = jnp.where(add, size, _modulo(bits[i, 0], size))
-        come = last + _modulo(bits[i, 1], num_rows - last)
+        gone = jnp.where(add, size, below(bits[i, 0], size))
+        come = last + below(bits[i, 1], num_rows - last)
         # NB: one gather and one scatter; a chain of updates copies `order` at each.
         row_gone, row_last, row_come = order[jnp.stack([gone, last, come])]
         row_come = jnp.where(
@@ -141,7 +146,7 @@ def draw_moves(
         step,
         (subsample.order, subsample.size, churn.credit, blank, blank),
     )
-    anyone = _modulo(bits[:, 0], num_rows)
+    anyone = below(bits[:, 0], num_rows)
     moves = Moves(
         jnp.where(full, anyone, leaves), jnp.where(full, anyone, enters), count
     )
@@ -149,6 +154,7 @@ def draw_moves(
     return Subsample(order, size), churn, moves
 
 
-def _modulo(bits: Array, count: Array | int) -> Array:
+def below(bits: Array, count: Array | int) -> Array:
+    """Integers below `count`, of 32 random bits each; zero if it is not positive."""
     count = jnp.maximum(jnp.asarray(count), 1).astype(jnp.uint32)
     return (bits % count).astype(jnp.int32)

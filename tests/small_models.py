@@ -3,6 +3,10 @@
 
 """A small model and data for it, shared by tests; importable, so that it pickles."""
 
+import math
+from typing import Any, NamedTuple
+
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,6 +14,45 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_subanneal import PitmanYorProcess, testing
+
+
+class SwitchedPrior(NamedTuple):
+    """One of several priors, chosen by an index, so that one program serves all."""
+
+    which: Any
+    priors: tuple[Any, ...]
+
+    def _switch(self, method, *args):
+        branches = [
+            lambda *a, prior=prior: getattr(prior, method)(*a) for prior in self.priors
+        ]
+        return lax.switch(self.which, branches, *args)
+
+    def log_weight_existing(self, counts):
+        return self._switch("log_weight_existing", counts)
+
+    def log_weight_new(self, num_clusters, num_rows):
+        return self._switch("log_weight_new", num_clusters, num_rows)
+
+    def log_eppf(self, counts):
+        return self._switch("log_eppf", counts)
+
+
+def finite_log_eppf(sizes, concentration, num_components):
+    """Of clusters of a finite symmetric Dirichlet mixture, by the gamma functions."""
+    if len(sizes) > num_components:
+        return -np.inf
+    total = num_components * concentration
+    return (
+        math.lgamma(num_components + 1)
+        - math.lgamma(num_components - len(sizes) + 1)
+        + math.lgamma(total)
+        - math.lgamma(total + sum(sizes))
+        + sum(
+            math.lgamma(concentration + n) - math.lgamma(concentration) for n in sizes
+        )
+    )
+
 
 CAPACITY = 4
 CONCENTRATION, DISCOUNT = 1.0, 0.1

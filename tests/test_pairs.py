@@ -15,8 +15,7 @@ and share nothing with the pairs.
 from collections.abc import Callable
 from functools import cache
 import itertools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax, random
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special, stats
+from small_models import SwitchedPrior, finite_log_eppf
 
 import numpyro
 from numpyro import handlers
@@ -492,49 +492,17 @@ FINITE = 3
 COMPONENTS = np.array([0.2, 0.3, 0.1, 0.4])  # of a mixture of finite mixtures
 
 
-class Priors(NamedTuple):
-    """One of four priors, chosen by an index, so that one program serves all four."""
-
-    which: Any
-
-    def all(self):
-        return (
+def priors(which):
+    return SwitchedPrior(
+        which,
+        (
             ChineseRestaurantProcess(1.3, N),
             PitmanYorProcess(0.5, 0.3, N),
             MixtureOfFiniteMixtures(
                 1.2, dist.Categorical(jnp.array(COMPONENTS)), N, max_components=4
             ),
             FiniteDirichletMixture(0.8, FINITE, N),
-        )
-
-    def _switch(self, method, *args):
-        branches = [
-            lambda *a, prior=prior: getattr(prior, method)(*a) for prior in self.all()
-        ]
-        return lax.switch(self.which, branches, *args)
-
-    def log_weight_existing(self, counts):
-        return self._switch("log_weight_existing", counts)
-
-    def log_weight_new(self, num_clusters, num_rows):
-        return self._switch("log_weight_new", num_clusters, num_rows)
-
-    def log_eppf(self, counts):
-        return self._switch("log_eppf", counts)
-
-
-def finite_log_eppf(sizes, concentration, num_components):
-    if len(sizes) > num_components:
-        return -np.inf
-    total = num_components * concentration
-    return (
-        math.lgamma(num_components + 1)
-        - math.lgamma(num_components - len(sizes) + 1)
-        + math.lgamma(total)
-        - math.lgamma(total + sum(sizes))
-        + sum(
-            math.lgamma(concentration + n) - math.lgamma(concentration) for n in sizes
-        )
+        ),
     )
 
 
@@ -655,7 +623,7 @@ def sampled(name, moves=moves_of_rows):
         def step(carry, rng_key):
             z, order = carry
             subsample = Subsample(order, jnp.int32(N))
-            z, order = moves(rng_key, Priors(which), components, z, subsample)
+            z, order = moves(rng_key, priors(which), components, z, subsample)
             return (z, order), z
 
         start = jnp.zeros(N, jnp.int32), jnp.arange(N, dtype=jnp.int32)

@@ -11,7 +11,7 @@ family of pairs, with masked cells, is in `test_pairs`; everything moving at onc
 """
 
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax, random
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special
-from small_models import blobs, mixture
+from small_models import SwitchedPrior, blobs, finite_log_eppf, mixture
 from test_enumeration import LAWS, TABLES, assert_law, exact, log_marginals, model
 
 import numpyro
@@ -66,46 +66,8 @@ def small_constants():
         yield
 
 
-class Priors(NamedTuple):
-    """One of five priors, chosen by an index, so that one program serves all."""
-
-    which: Any
-
-    def all(self):
-        probs = jnp.array([0.3, 0.4, 0.3])
-        return (
-            *(PitmanYorProcess(*LAWS[law], size=N) for law in LAWS),
-            MixtureOfFiniteMixtures(1.2, dist.Categorical(probs), N, max_components=3),
-            FiniteDirichletMixture(1.2, 3, N),
-        )
-
-    def _switch(self, method, *args):
-        branches = [
-            lambda *a, prior=prior: getattr(prior, method)(*a) for prior in self.all()
-        ]
-        return lax.switch(self.which, branches, *args)
-
-    def log_weight_existing(self, counts):
-        return self._switch("log_weight_existing", counts)
-
-    def log_weight_new(self, num_clusters, num_rows):
-        return self._switch("log_weight_new", num_clusters, num_rows)
-
-    def log_eppf(self, counts):
-        return self._switch("log_eppf", counts)
-
-
-def log_finite(z, num_components=3, concentration=1.2):
-    sizes = np.bincount(z[z >= 0])
-    if len(sizes) > num_components:
-        return -np.inf
-    log_ways = special.gammaln(num_components + 1) - special.gammaln(
-        num_components - len(sizes) + 1
-    )
-    whole = num_components * concentration
-    log_rising = special.gammaln(whole) - special.gammaln(whole + sizes.sum())
-    each = special.gammaln(concentration + sizes) - special.gammaln(concentration)
-    return log_ways + log_rising + each.sum()
+def log_finite(z, num_components=3):
+    return finite_log_eppf(np.bincount(z), 1.2, num_components)
 
 
 def log_mixed(z):
@@ -113,7 +75,7 @@ def log_mixed(z):
     return special.logsumexp(of_each, b=[0.3, 0.4, 0.3])
 
 
-# In the order of `Priors`.
+# In the order of `process`.
 LOG_PRIORS = {
     **{law: lambda z, law=law: testing.log_eppf(z, *LAWS[law]) for law in LAWS},
     "mixture of finite": log_mixed,
@@ -201,7 +163,15 @@ def walk(
 
 
 def process(law):
-    return Priors(jnp.int32(list(LOG_PRIORS).index(law)))
+    probs = jnp.array([0.3, 0.4, 0.3])
+    return SwitchedPrior(
+        jnp.int32(list(LOG_PRIORS).index(law)),
+        (
+            *(PitmanYorProcess(*LAWS[law], size=N) for law in LAWS),
+            MixtureOfFiniteMixtures(1.2, dist.Categorical(probs), N, max_components=3),
+            FiniteDirichletMixture(1.2, 3, N),
+        ),
+    )
 
 
 def posterior_of(log_prior, states):
@@ -412,7 +382,7 @@ def test_ratio_of_a_merge_of_many_rows_is_right_to_rounding():
         subsample = Subsample(jnp.asarray(order), jnp.int32(MANY))
         yes = jnp.asarray(True)
         proposal = splitmerge._Proposal(
-            yes, ~yes, ~yes, *(jnp.int32(v) for v in (0, 1, i, j, 2))
+            yes, ~yes, ~yes, *(jnp.int32(v) for v in (0, 1, i, j))
         )
         lists = splitmerge._link(clusters, subsample, yes)
         scene = splitmerge._Scene(prior, components, clusters, subsample, lists)
@@ -504,7 +474,8 @@ def test_failures_are_counted_during_the_warmup_only():
     failures, proposals = np.array(seen)[:, :2], np.array(seen)[:, 2]
     assert failures[3].sum() > 0
     assert (failures[3:] == failures[3]).all()
-    assert (np.diff(proposals) > 0).all()
+    # They are made after it too, if not in every step.
+    assert proposals[-1] > proposals[3]
 
 
 @pytest.mark.parametrize(
