@@ -22,7 +22,7 @@ from numpyro_subanneal.subsample import (
     Churn,
     Moves,
     Subsample,
-    _modulo,
+    below,
     draw_moves,
     over_chains,
 )
@@ -241,17 +241,17 @@ def test_over_chains_is_the_maximum_over_vectorized_chains():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 10**6, 2**31 - 1])
-def test_modulo_is_that_of_unsigned_integers(count):
+def test_below_is_the_remainder_of_unsigned_integers(count):
     # The whole range of the bits, the top half of it negative as int32.
     bits = np.random.default_rng(0).integers(2**32, size=10_000, dtype=np.uint64)
     bits[:4] = 0, 2**31 - 1, 2**31, 2**32 - 1
-    got = np.asarray(_modulo(jnp.asarray(bits, jnp.uint32), count))
+    got = np.asarray(below(jnp.asarray(bits, jnp.uint32), count))
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, bits % count)
 
 
-def test_modulo_of_zero_is_zero():
-    assert _modulo(jnp.uint32(5), 0) == 0
+def test_below_zero_is_zero():
+    assert below(jnp.uint32(5), 0) == 0
 
 
 def test_rows_of_a_large_table_are_uniform():
