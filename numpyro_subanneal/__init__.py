@@ -3,6 +3,7 @@
 
 """Subsample-annealed collapsed Gibbs sampling for NumPyro."""
 
+from numpyro_subanneal.columns import FeatureMoves
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair
 from numpyro_subanneal.conjugate.registry import register_conjugate
 from numpyro_subanneal.distributions import (
@@ -31,6 +32,7 @@ __all__ = [
     "AbstractConjugatePair",
     "AbstractSchedule",
     "ChineseRestaurantProcess",
+    "FeatureMoves",
     "FiniteDirichletMixture",
     "Grid",
     "LinearSchedule",

@@ -38,6 +38,7 @@ from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.reading import (
     HyperSite,
     Plan,
+    each_view,
     first_values,
     read,
     read_prior,
@@ -78,8 +79,8 @@ class Target(NamedTuple):
         """
         found = []
         for name in names:
-            if name == self.plan.partition.name:
-                found.append(self._of_assignments(trace))
+            if name in self.plan.assigned:
+                found.append(self._of_assignments(name, trace))
             elif name in self._mixtures:
                 found.append(self._of_mixture(*self._mixtures[name], trace))
             else:
@@ -94,8 +95,23 @@ class Target(NamedTuple):
             for i, shape in enumerate(block.sites)
         }
 
-    def _of_assignments(self, trace):
-        prior = read_prior(self.plan.partition, trace)
+    def _of_assignments(self, name, trace):
+        plan = self.plan
+        if plan.viewed:
+            site = [name in (p.name, p.features) for p in plan.partitions].index(True)
+            labels, counts = self.clusters.labels, self.clusters.counts
+            if name == plan.partitions[site].features:
+                sizes = plan.layout.num_elements_in(site, labels)
+                return peel(trace[name]["fn"]).log_eppf_of_parameters(sizes)
+            partition = plan.partitions[site]
+            start, size = plan.layout.offsets[site], plan.layout.sizes[site]
+            # A vacant view has no rows, so that nothing is known of it but its prior.
+            prior = each_view(read_prior(partition, trace), size)
+            found = jax.vmap(lambda p, c: p.log_eppf_of_parameters(c))(
+                prior, counts[start : start + size]
+            )
+            return found[0] if partition.num_views is None else found
+        prior = read_prior(plan.partition, trace)
         if isinstance(prior, LabelledPrior):
             return prior.log_prob_of_parameters(self.clusters.counts)
         return prior.log_eppf_of_parameters(self.clusters.counts)
@@ -109,6 +125,10 @@ class Target(NamedTuple):
         values = site_hyperparameters(block.pair, shape, trace, self.plan.capacity)
         hyper = block.repack(like, [values])
         occupied = self.clusters.counts > 0
+        if self.plan.viewed:
+            start = sum(site.num_features for site in whole.sites[:i])
+            view = self.plan.layout.index(self.clusters.labels)[b]
+            occupied = occupied[view[start : start + block.num_features]]
         found = block.evidence(like, hyper, stats, occupied)
         return found.reshape(shape.feature_shape)
 
@@ -122,9 +142,29 @@ def _log_prob(site: Mapping[str, Any]) -> Array:
     return log_prob if site["scale"] is None else site["scale"] * log_prob
 
 
-def log_prior(plan: Plan, trace: Mapping[str, dict]) -> Array:
-    """Log prior density of the hyperparameters in `trace`, in nats."""
-    return sum(_log_prob(trace[site.name]).sum() for site in plan.hyper)
+def log_prior(plan: Plan, trace: Mapping[str, dict], clusters: Clusters) -> Array:
+    """
+    Log prior density of the hyperparameters in `trace` and of the partition of features
+    into views, if there is one, in nats; without the hyperparameters of vacant views.
+    """
+    total = jnp.zeros(())
+    for site in plan.hyper:
+        log_prob = _log_prob(trace[site.name])
+        if site.per_view is not None:
+            names = [p.name for p in plan.partitions]
+            i = names.index(site.per_view)
+            start, size = plan.layout.offsets[i], plan.layout.sizes[i]
+            vacant = plan.layout.num_features(clusters.labels) == 0
+            vacant = vacant[start : start + size].reshape(
+                -1, *(1,) * (log_prob.ndim - 1)
+            )
+            log_prob = jnp.where(vacant, 0, log_prob)
+        total += log_prob.sum()
+    for i, p in enumerate(plan.partitions):
+        if p.features is not None:
+            sizes = plan.layout.num_elements_in(i, clusters.labels)
+            total += peel(trace[p.features]["fn"]).log_eppf(sizes)
+    return total
 
 
 def update(
@@ -256,7 +296,12 @@ def find_separable(
             for c in read(plan, model, args, kwargs, a).components
         ]
         z = jnp.arange(min(_FEW, plan.num_rows)) % min(2, plan.capacity)
-        clusters = rows.collect(few, z.astype(jnp.int32), plan.capacity)
+        z = z.astype(jnp.int32)
+        labels = ()
+        if plan.viewed:
+            z = jnp.broadcast_to(z[:, None], (len(z), plan.layout.num_views))
+            labels = plan.layout.spread_out()
+        clusters = rows.collect(few, z, plan.capacity, plan.layout, labels)
         target = Target(plan, model, args, kwargs, few, clusters)
         out = {}
         for i, site in enumerate(many):

@@ -23,11 +23,18 @@ from numpyro.util import identity, is_prng_key
 from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading, rows
+from numpyro_subanneal.columns import FeatureMoves, FeatureRecord, move_features
 from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
-from numpyro_subanneal.splitmerge import Record, SplitMerge, split_and_merge
-from numpyro_subanneal.subsample import Subsample
+from numpyro_subanneal.splitmerge import (
+    Record,
+    SplitMerge,
+    split_and_merge,
+    split_and_merge_in_views,
+)
+from numpyro_subanneal.subsample import Subsample, over_chains
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.views import first_appearance
 
 
 class SubsampleAnnealedGibbsState(NamedTuple):
@@ -39,7 +46,9 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **i** - iteration; below the number of warm-up steps the chain anneals.
     - **log_joint** - log probability of the hyperparameters, of the partition and of
       the rows in the subsample, cluster parameters integrated out, in nats.
-    - **num_clusters** - number of occupied clusters.
+    - **num_clusters** - number of occupied clusters; where features are in views, that
+      of each, ``[views]``, in the order of the draw, zero of those without features.
+    - **num_views** - number of views that have features; 1 where there are none.
     - **subsample_size** - number of rows in the subsample.
     - **capacity_reached** - number of moves so far in which a row could not have opened
       a cluster, or a cluster have been split, because all the model's clusters were
@@ -52,6 +61,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
       hyperparameters were updated and clusters split and merged.
     - **split_merge** - what has become of proposals to split and merge clusters; its
       counts are also :attr:`num_splits` and the like.
+    - **feature_moves** - what has become of moves of features between views.
     - **hyper_state** - state of the kernel that samples continuous hyperparameters, if
       one was given, else None.
     - **rng_key** - random number generator key.
@@ -61,6 +71,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     i: Array
     log_joint: Array
     num_clusters: Array
+    num_views: Array
     subsample_size: Array
     capacity_reached: Array
     order: Array
@@ -68,6 +79,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     churned: Array
     since: Array
     split_merge: Record
+    feature_moves: FeatureRecord
     hyper_state: Any
     rng_key: Array
 
@@ -93,6 +105,7 @@ class SubsampleAnnealedGibbsState(NamedTuple):
 
 
 _SPLIT_MERGE = SplitMerge()
+_FEATURE_MOVES = FeatureMoves()
 
 # What a kernel finds out in `init` that is of that kernel and process alone.
 _NOT_COPIED = ("_read_for", "_hyper", "_init_fn", "_sample_fn")
@@ -118,6 +131,12 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     a few proposals are made to split a cluster in two or to merge two
     (:class:`~numpyro_subanneal.splitmerge.SplitMerge`): moves of single rows seldom get
     there.
+
+    In cross-categorization features are partitioned too, into views, each of which
+    has a partition of the rows (:mod:`~numpyro_subanneal.models.crosscat`). Then all of
+    this happens in every view, and features move between them
+    (:class:`~numpyro_subanneal.columns.FeatureMoves`). Of the model's views, those that
+    have no feature in a draw come last; their partitions read -1.
 
     During the warm-up Gibbs moves run on a churning subsample that grows to all
     rows, as its `schedule` says; every later step is one exact sweep, N random-scan
@@ -145,6 +164,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         turnover of the subsample; the paper's is 1.
     :param SplitMerge split_merge: how many splits and merges are proposed at each
         turnover, and how; None for none.
+    :param FeatureMoves feature_moves: how often features move between views at each
+        turnover.
     :raises NotRecognised: by :meth:`init`, before anything is compiled, if the model or
         the data cannot be sampled; :func:`~numpyro_subanneal.plan.explain` shows how a
         model is read.
@@ -193,6 +214,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         joint: Sequence[Sequence[str]] = (),
         num_hyper_updates: int = 1,
         split_merge: SplitMerge | None = _SPLIT_MERGE,
+        feature_moves: FeatureMoves = _FEATURE_MOVES,
     ):
         if not callable(model):
             raise ValueError(
@@ -229,12 +251,18 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 "`split_merge` must be a `SplitMerge`, such as `SplitMerge()`, or None "
                 f"for no such proposals, got {split_merge!r}."
             )
+        if not isinstance(feature_moves, FeatureMoves):
+            raise ValueError(
+                "`feature_moves` must be a `FeatureMoves`, such as `FeatureMoves()`, "
+                f"got {feature_moves!r}."
+            )
         self._model = model
         self._schedule = schedule
         self._hyper_kernel = hyper_kernel
         self._joint = tuple(tuple(group) for group in joint)
         self._num_hyper_updates = int(num_hyper_updates)
         self._split_merge = split_merge
+        self._feature_moves = feature_moves
         # What `init` finds out; the closures among it are not pickled.
         self._plan: reading.Plan | None = None
         self._read_for: tuple | None = None
@@ -264,6 +292,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             "z",
             "log_joint",
             "num_clusters",
+            "num_views",
             "subsample_size",
             "capacity_reached",
             "num_splits",
@@ -276,8 +305,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         text = (
             f"{'annealing' if annealing else 'sampling'}, "
             f"{int(state.subsample_size)}/{num_rows} rows, "
-            f"{int(state.num_clusters)} clusters"
+            f"{int(state.num_clusters.sum())} clusters"
         )
+        if self._plan is not None and self._plan.viewed:
+            text += f" in {int(state.num_views)} views"
         if self._split_merge is not None:
             text += f", {int(state.num_splits)} splits, {int(state.num_merges)} merges"
         reached = int(state.capacity_reached)
@@ -420,14 +451,14 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         if init_params is None:
             return {}
         plan = self._plan
-        partition = plan.partition.name
         hyper = {site.name for site in plan.hyper}
         if not isinstance(init_params, dict) or not (
-            {partition, *hyper} & set(init_params)
+            {*plan.assigned, *hyper} & set(init_params)
         ):
+            sites = " or ".join(f"'{name}'" for name in plan.assigned)
             raise ValueError(
                 "`init_params` must be a dict with the assignments of partition site "
-                f"'{partition}'" + (f" or values of {sorted(hyper)}." if hyper else ".")
+                f"{sites}" + (f" or values of {sorted(hyper)}." if hyper else ".")
             )
         unknown = set(init_params) - set(plan.sampled)
         if unknown:
@@ -442,32 +473,44 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         }
         if given and not any(isinstance(v, jax.core.Tracer) for v in given.values()):
             self._check_values(given, batch_shape, model_args, model_kwargs)
-        if partition not in init_params:
-            return given
-        z = init_params[partition]
-        name = f"Initial assignments of partition site '{partition}'"
+        for name, shape in plan.assigned.items():
+            if name in init_params:
+                given[name] = self._check_labels(
+                    name, init_params[name], batch_shape, shape, num_warmup, composite
+                )
+        return given
+
+    def _check_labels(self, site, z, batch_shape, shape, num_warmup, composite):
+        plan = self._plan
+        of_rows = site in {p.name for p in plan.partitions}
+        name = f"Initial assignments of partition site '{site}'"
         if not isinstance(z, np.ndarray | np.generic | jax.Array):
             raise ValueError(f"{name} must be an array, got {type(z).__name__}.")
-        if jnp.shape(z) != (*batch_shape, plan.num_rows):
+        if jnp.shape(z) != (*batch_shape, *shape):
+            what = "row" if of_rows else "feature"
             raise ValueError(
                 f"{name} have shape {jnp.shape(z)}; they must have shape "
-                f"{(*batch_shape, plan.num_rows)}, a label for each row"
+                f"{(*batch_shape, *shape)}, a label for each {what}"
+                f"{' in each view' if len(shape) > 1 else ''}"
                 f"{' of each chain' if batch_shape else ''}."
             )
         if not jnp.issubdtype(z.dtype, jnp.integer):
             raise ValueError(f"{name} have dtype {z.dtype}; they must be integers.")
         # In a composite they are a draw of the prior, if they were not given.
         if not composite and not isinstance(z, jax.core.Tracer):
-            least = 0 if num_warmup == 0 else -1
+            most = plan.capacity
+            if not of_rows:
+                most = next(p.num_views for p in plan.partitions if p.features == site)
+            least = -1 if of_rows and (num_warmup > 0 or len(shape) > 1) else 0
             labels = np.asarray(z)
-            bad = (labels < least) | (labels >= plan.capacity)
+            bad = (labels < least) | (labels >= most)
             if bad.any():
                 raise ValueError(
                     f"{name} hold the label {labels[bad][0]}; labels are "
-                    f"{least}..{plan.capacity - 1} (the capacity is {plan.capacity}"
+                    f"{least}..{most - 1} (the capacity is {most}"
                     + (", and -1 is a row that is not in yet)." if least else ").")
                 )
-        return {**given, partition: jnp.asarray(z, jnp.int32)}
+        return jnp.asarray(z, jnp.int32)
 
     def _check_values(self, given, batch_shape, model_args, model_kwargs):
         """That values of hyperparameters have the site's shape and are in its support,
@@ -517,7 +560,6 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _init_one(self, rebuild, composite, rng_key, given, steps, arrays):
         plan = self._plan
         args, kwargs = rebuild(arrays)
-        partition = plan.partition.name
         rng_key, key_partition, key_values, key_hyper, key_order = random.split(
             rng_key, 5
         )
@@ -527,21 +569,20 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 values[name] = jnp.broadcast_to(given[name], value.shape).astype(
                     value.dtype
                 )
-        prior, components, theta = reading.read(plan, self._model, args, kwargs, values)
+        read = reading.read(plan, self._model, args, kwargs, values)
+        prior, components = read.prior, read.components
         anneals = len(steps.added) > 0 and not self._schedule.starts_full
-        z = given.get(partition)
-        if z is None and (composite or not anneals):
-            z = prior.sample(key_partition).astype(jnp.int32)
         zero = jnp.zeros((), jnp.int32)
-        nobody = jnp.full(plan.num_rows, -1, jnp.int32)
-        # A draw from the prior may have more clusters than can be represented.
-        labels = nobody if z is None else jnp.where(z < 0, -1, z % plan.capacity)
+        labels, z, misfits = self._first_labels(
+            key_partition, read, given, composite or not anneals
+        )
         # A composite gives a draw of the prior for values that it was not given.
-        seated = nobody if composite and anneals else labels
-        clusters = rows.collect(components, seated, plan.capacity)
+        seated = jnp.full_like(z, -1) if composite and anneals else z
+        clusters = rows.collect(components, seated, plan.capacity, plan.layout, labels)
         if not plan.partition.labelled:
-            clusters = rows.relabel(clusters)
-        size = jnp.sum(seated >= 0, dtype=jnp.int32)
+            clusters = rows.relabel(clusters, plan.layout, components)
+        is_in = seated >= 0 if not plan.viewed else (seated >= 0).any(1)
+        size = jnp.sum(is_in, dtype=jnp.int32)
         hyper_state = None
         if self._hyper is not None:
             continuous = {s.name for s in plan.hyper if not s.finite}
@@ -556,30 +597,110 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
         return SubsampleAnnealedGibbsState(
             z={
-                **theta,
+                **read.theta,
                 **values,
-                partition: labels if composite and anneals else clusters.z,
+                **self._assignments(
+                    clusters._replace(z=z) if composite and anneals else clusters
+                ),
             },
             i=zero,
             log_joint=self._log_joint(
                 prior, components, clusters, args, kwargs, values
             ),
-            num_clusters=jnp.sum(clusters.counts > 0, dtype=jnp.int32),
+            num_clusters=jnp.sum(clusters.counts > 0, -1, dtype=jnp.int32),
+            num_views=self._num_views(clusters),
             subsample_size=size,
-            capacity_reached=jnp.sum(labels != z, dtype=jnp.int32)
-            if z is not None
-            else zero,
+            capacity_reached=misfits,
             # Splits are proposed in this order, which is that of the table in nothing.
             order=jnp.argsort(
-                2.0 * (seated < 0) + random.uniform(key_order, seated.shape)
+                2.0 * ~is_in + random.uniform(key_order, is_in.shape)
             ).astype(jnp.int32),
             added=jnp.asarray(steps.added),
             churned=jnp.asarray(steps.churned),
             since=zero,
             split_merge=Record.start(),
+            feature_moves=FeatureRecord.start(),
             hyper_state=hyper_state,
             rng_key=rng_key,
         )
+
+    def _first_labels(self, rng_key, read, given, is_drawn):
+        """
+        Labels of the elements of each site of views, assignments, and in how many
+        cells a draw of these has not fitted into the capacity.
+        """
+        plan = self._plan
+        layout = plan.layout
+
+        def fold(z):
+            # A draw from the prior may have more clusters than can be represented.
+            return jnp.where(z < 0, -1, z % plan.capacity)
+
+        if layout is None:
+            z = given.get(plan.partition.name)
+            if z is None and is_drawn:
+                z = read.prior.sample(rng_key).astype(jnp.int32)
+            if z is None:
+                z = jnp.full(plan.num_rows, -1, jnp.int32)
+            return (), fold(z), jnp.sum(fold(z) != z, dtype=jnp.int32)
+        labels, columns = [], []
+        misfits = jnp.zeros((), jnp.int32)
+        for i, (p, size) in enumerate(zip(plan.partitions, layout.sizes, strict=True)):
+            key_z, key_view = random.split(random.fold_in(rng_key, i))
+            view = jnp.zeros(p.num_elements, jnp.int32)
+            if p.features in given:
+                view = given[p.features]
+            elif p.features is not None and is_drawn:
+                view = read.feature_priors[i].sample(key_view).astype(jnp.int32)
+            misfits += jnp.sum(view >= size, dtype=jnp.int32)
+            labels.append(view % size)
+            z = jnp.full((size, plan.num_rows), -1, jnp.int32)
+            if p.name in given:
+                z = given[p.name].reshape(z.shape)
+            elif is_drawn:
+                z = jax.vmap(lambda prior, key: prior.sample(key))(
+                    read.prior.priors[i], random.split(key_z, size)
+                ).astype(jnp.int32)
+            columns.append(z.T)
+        z = jnp.concatenate(columns, 1)
+        occupied = layout.num_features(tuple(labels)) > 0
+        misfits += jnp.sum((fold(z) != z) & occupied, dtype=jnp.int32)
+        return tuple(labels), fold(z), misfits
+
+    def _assignments(self, clusters):
+        """The sites of labels, as in the draw; rows of a vacant view are in none of its
+        clusters."""
+        plan = self._plan
+        layout = plan.layout
+        if layout is None:
+            return {plan.partition.name: clusters.z}
+        occupied = layout.num_features(clusters.labels) > 0
+        z = jnp.where(occupied, clusters.z, -1).T
+        draw = {}
+        for i, p in enumerate(plan.partitions):
+            start = layout.offsets[i]
+            draw[p.name] = z[start : start + layout.sizes[i]].reshape(p.shape)
+            if p.features is not None:
+                draw[p.features] = clusters.labels[i]
+        return draw
+
+    def _from_draw(self, draw):
+        """Assignments and labels of elements."""
+        plan = self._plan
+        if not plan.viewed:
+            return draw[plan.partition.name], ()
+        columns = [draw[p.name].reshape(-1, plan.num_rows).T for p in plan.partitions]
+        labels = [
+            jnp.zeros(0, jnp.int32) if p.features is None else draw[p.features]
+            for p in plan.partitions
+        ]
+        return jnp.concatenate(columns, 1), tuple(labels)
+
+    def _num_views(self, clusters):
+        layout = self._plan.layout
+        if layout is None:
+            return jnp.ones((), jnp.int32)
+        return jnp.sum(layout.num_features(clusters.labels) > 0, dtype=jnp.int32)
 
     # --- sample --------------------------------------------------------------------
 
@@ -600,19 +721,21 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         plan = self._plan
         composite = GIBBS_SITES_KWARG in kwargs
         num_blocks = len(plan.blocks)
-        rng_key, key_moves, key_rest, key_weights, key_imputed, *keys = random.split(
-            state.rng_key, 5 + num_blocks
+        rng_key, key_moves, key_rest, key_weights, key_imputed, *keys, key_vacant = (
+            random.split(state.rng_key, 6 + num_blocks)
         )
         hyper = {site.name: state.z[site.name] for site in plan.hyper}
 
-        def law(values, like):
-            prior, components, _ = reading.read(
-                plan, self._model, args, kwargs, values[0], like
-            )
-            self._check_rows(state, components)
-            return prior, components
+        def read(values, like):
+            found = reading.read(plan, self._model, args, kwargs, values[0], like)
+            self._check_rows(state, found.components)
+            return found
 
-        z = state.z[plan.partition.name]
+        def law(values, like):
+            found = read(values, like)
+            return found.prior, found.components
+
+        z, labels = self._from_draw(state.z)
         if composite:
             # There every row has a label, for the others to see.
             place = (
@@ -620,10 +743,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 .at[state.order]
                 .set(jnp.arange(plan.num_rows, dtype=jnp.int32), unique_indices=True)
             )
-            z = jnp.where(place < state.subsample_size, z, -1)
+            is_in = place < state.subsample_size
+            z = jnp.where(is_in[:, None] if plan.viewed else is_in, z, -1)
         added, churned = self._moves(state, plan.num_rows)
         warm = state.i < state.added.shape[0]
-        jump = partial(split_and_merge, self._split_merge, adapting=warm)
         step = rows.run_step(
             key_moves,
             law,
@@ -636,8 +759,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             turn=self._turn(state, args, kwargs) if hyper else None,
             # After the warm-up, at the end of every sweep.
             since=jnp.where(warm, state.since, 0),
-            jump=jump if self._split_merge is not None else None,
-            record=state.split_merge,
+            jump=self._jump(read, args, kwargs, warm),
+            record=(state.split_merge, state.feature_moves),
+            layout=plan.layout,
+            labels=labels,
         )
         hyper, hyper_state = step.values
         prior, components = step.prior, step.components
@@ -648,11 +773,19 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         if composite:
             clusters = self._assign_rest(key_rest, prior, components, step)
         if not plan.partition.labelled:
-            clusters = rows.relabel(clusters)
+            clusters = rows.relabel(clusters, plan.layout, components)
+        if plan.viewed:
+            hyper = self._redraw(key_vacant, args, kwargs, hyper, clusters)
+        if plan.viewed and not composite:
+            # (Other kernels' values are not ours to move along with the views.)
+            clusters, hyper, hyper_state = self._relabel_views(
+                clusters, hyper, hyper_state
+            )
+        split_merge, feature_moves = step.record
         draw = dict(hyper)
         if plan.partition.weights is not None:
             draw[plan.partition.weights] = prior.draw(key_weights, clusters.counts)
-        draw[plan.partition.name] = clusters.z
+        draw |= self._assignments(clusters)
         for c, stats, key in zip(components, clusters.stats, keys, strict=True):
             draw |= c.block.draw(key, c.hyper, stats)
         if plan.imputed:
@@ -661,16 +794,18 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             z=draw,
             i=state.i + 1,
             log_joint=log_joint,
-            num_clusters=jnp.sum(step.clusters.counts > 0, dtype=jnp.int32),
+            num_clusters=jnp.sum(clusters.counts > 0, -1, dtype=jnp.int32),
+            num_views=self._num_views(clusters),
             subsample_size=step.subsample.size,
             capacity_reached=state.capacity_reached
             + step.refused
-            + (step.record.refused - state.split_merge.refused),
+            + (split_merge.refused - state.split_merge.refused),
             order=step.subsample.order,
             added=state.added,
             churned=state.churned,
             since=step.since,
-            split_merge=step.record,
+            split_merge=split_merge,
+            feature_moves=feature_moves,
             hyper_state=hyper_state,
             rng_key=rng_key,
         )
@@ -685,13 +820,110 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                     "size only; start anew."
                 )
 
+    def _jump(self, read, args, kwargs, warm):
+        """Moves of many rows at once, and of features between views."""
+        plan, options = self._plan, self._split_merge
+        layout = plan.layout
+        if layout is None:
+            if options is None:
+                return None
+
+            def in_one(rng_key, values, prior, components, clusters, subsample, record,
+                       due):  # fmt: skip
+                split_merge, feature_moves = record
+                clusters, split_merge = split_and_merge(
+                    options, rng_key, prior, components, clusters, subsample,
+                    split_merge, due, warm,
+                )  # fmt: skip
+                return values, clusters, (split_merge, feature_moves)
+
+            return in_one
+        movable = any(layout.num_elements)
+        if not movable and options is None:
+            return None
+
+        def once(_, carry, rng_key, components, subsample):
+            values, clusters, (split_merge, feature_moves) = carry
+            key_vacant, key_features, key_split = random.split(rng_key, 3)
+            hyper = self._redraw(key_vacant, args, kwargs, values[0], clusters)
+            values = (hyper, *values[1:])
+            found = read(values, components)
+            if movable:
+                clusters, feature_moves = move_features(
+                    self._feature_moves, key_features, found.prior,
+                    found.feature_priors, components, clusters, subsample, layout,
+                    feature_moves,
+                )  # fmt: skip
+            if options is not None:
+                clusters, split_merge = split_and_merge_in_views(
+                    options, key_split, found.prior, components, clusters, subsample,
+                    split_merge, layout, warm,
+                )  # fmt: skip
+            return values, clusters, (split_merge, feature_moves)
+
+        def in_views(
+            rng_key, values, prior, components, clusters, subsample, record, due
+        ):
+            del prior
+            due = due & (subsample.size > 0)
+
+            def if_due(i, carry):
+                new = once(i, carry, rng_key, components, subsample)
+                return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, carry)
+
+            # Not a branch of `lax.cond`, which would copy the assignments.
+            times = over_chains(due.astype(jnp.int32))
+            return jax.lax.fori_loop(0, times, if_due, (values, clusters, record))
+
+        return in_views
+
+    def _redraw(self, rng_key, args, kwargs, hyper, clusters):
+        """Hyperparameters of vacant views, drawn from their prior."""
+        plan = self._plan
+        layout = plan.layout
+        if self._hyper is not None:
+            return hyper  # They are its own.
+        vacant = layout.num_features(clusters.labels) == 0
+        by_site = {
+            p.name: vacant[start : start + size]
+            for p, start, size in zip(
+                plan.partitions, layout.offsets, layout.sizes, strict=True
+            )
+        }
+        return reading.redraw(rng_key, plan, self._model, args, kwargs, hyper, by_site)
+
+    def _relabel_views(self, clusters, hyper, hyper_state):
+        """Views numbered by the first feature of each; those without come last."""
+        plan = self._plan
+        layout = plan.layout
+        z, counts, stats, labels = clusters
+        labels, hyper = list(labels), dict(hyper)
+        orders = []
+        for i, (p, size) in enumerate(zip(plan.partitions, layout.sizes, strict=True)):
+            order = jnp.arange(size, dtype=jnp.int32)
+            if p.features is not None:
+                order = first_appearance(labels[i], size)
+                place = jnp.zeros(size, jnp.int32).at[order].set(jnp.arange(size))
+                labels[i] = place[labels[i]]
+            orders.append(order + layout.offsets[i])
+            names = [site.name for site in plan.hyper if site.per_view == p.name]
+            for name in names:
+                hyper[name] = hyper[name][order]
+            if self._hyper is not None:
+                field = self._hyper.sample_field
+                own = dict(getattr(hyper_state, field))
+                own |= {name: own[name][order] for name in names if name in own}
+                hyper_state = hyper_state._replace(**{field: own})
+        order = jnp.concatenate(orders)
+        clusters = rows.Clusters(z[:, order], counts[order], stats, tuple(labels))
+        return clusters, hyper, hyper_state
+
     def _turn(self, state, args, kwargs):
         """Moves of the hyperparameters given the clusters."""
         plan = self._plan
         continuous = [site.name for site in plan.hyper if not site.finite]
 
-        def update(rng_key, values, components, counts, stats):
-            clusters = rows.Clusters(jnp.zeros(0, jnp.int32), counts, stats)
+        def update(rng_key, values, components, clusters):
             target = hyper_moves.Target(
                 plan, self._model, args, kwargs, components, clusters
             )
@@ -714,10 +946,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 }
             return hyper, hyper_state
 
-        def turn(rng_key, values, components, counts, stats):
+        def turn(rng_key, values, components, clusters):
             def once(i, values):
                 key = random.fold_in(rng_key, i)
-                return update(key, values, components, counts, stats)
+                return update(key, values, components, clusters)
 
             if self._num_hyper_updates == 1:
                 return once(0, values)
@@ -730,11 +962,13 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         return args, kwargs, components, clusters, finite
 
     def _log_joint(self, prior, components, clusters, args, kwargs, hyper):
-        total = rows.log_joint(prior, components, clusters)
-        if not hyper:
+        plan = self._plan
+        total = rows.log_joint(prior, components, clusters, plan.layout)
+        if not hyper and not plan.viewed:
             return total
-        trace = reading.trace_at(self._plan, self._model, args, kwargs, hyper)
-        return total + hyper_moves.log_prior(self._plan, trace)
+        trace = reading.trace_at(plan, self._model, args, kwargs, hyper)
+        total += hyper_moves.log_prior(plan, trace, clusters)
+        return total
 
     def _assign_rest(self, rng_key, prior, components, step):
         """The clusters with the rows that are out assigned too, one by one."""
@@ -751,6 +985,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 step.subsample,
                 out,
                 jnp.zeros_like(out),
+                layout=self._plan.layout,
+                labels=step.clusters.labels,
             )
             return more.clusters
 

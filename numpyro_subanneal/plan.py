@@ -31,11 +31,16 @@ from numpyro.infer.initialization import init_to_sample
 from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.conjugate import registry
-from numpyro_subanneal.conjugate.base import AbstractConjugatePair, SiteShape
+from numpyro_subanneal.conjugate.base import (
+    AbstractBlock,
+    AbstractConjugatePair,
+    SiteShape,
+)
 from numpyro_subanneal.distributions import PartitionDistribution
-from numpyro_subanneal.probe import Prober, column_name, pair_name
+from numpyro_subanneal.probe import Prober, Seats, column_name, pair_name
 from numpyro_subanneal.reading import (
     HyperSite,
+    Membership,
     Partition,
     Plan,
     with_array_arguments,
@@ -60,7 +65,8 @@ def recognise(model: Model, args: Args, kwargs: Kwargs) -> Plan:
     """
     Read `model`.
 
-    :param model: a NumPyro model with one partition site.
+    :param model: a NumPyro model with one partition of the rows, or several, each of
+        some features, which a site may partition too.
     :param args: its positional arguments, concrete.
     :param kwargs: its keyword arguments, concrete.
     :return: the plan.
@@ -138,27 +144,43 @@ class _Reader:
                 "(`subsample_size`). Subsample annealing keeps its own subsample; give "
                 "the plate its full size."
             )
-        partition = self._partition(sites)
+        partitions = self._partitions(sites)
         imputed = self._imputed(skeleton)
-        mixtures, clusters, hyper = self._roles(sites, partition, imputed)
-        capacity = self._capacity(sites, clusters)
-        self._check_components(sites, partition, clusters[0], capacity)
+        mixtures, clusters, hyper = self._roles(sites, partitions, imputed)
+        per_view = self._per_view(sites, partitions, hyper, imputed)
+        capacity = self._capacity(sites, partitions, clusters)
+        self._check_components(sites, partitions[0], clusters[0], capacity)
         shapes = [
             self._shape(sites[name], sites, roles, capacity)
             for name, roles in mixtures.items()
         ]
-        self._probe(partition, capacity, hyper, imputed, shapes)
+        follows = {
+            name: partition
+            for name in mixtures
+            for partition in partitions
+            if partition.name in sites[name].upstream
+        }
+        seats = self._probe(
+            partitions, follows, per_view, capacity, hyper, imputed, shapes
+        )
         by_pair: dict[AbstractConjugatePair, list[SiteShape]] = {}
         for pair, shape in shapes:
             by_pair.setdefault(pair, []).append(shape)
+        blocks = tuple(b for p, group in by_pair.items() for b in p.blocks(group))
+        memberships = tuple(
+            _membership(block, partitions, follows, seats) for block in blocks
+        )
         plan = Plan(
-            partition=partition,
+            partitions=partitions,
             capacity=capacity,
-            blocks=tuple(b for p, group in by_pair.items() for b in p.blocks(group)),
-            hyper=self._hyper_sites(sites, partition, mixtures, hyper),
+            blocks=blocks,
+            memberships=memberships,
+            hyper=self._hyper_sites(sites, partitions, mixtures, hyper, per_view),
             imputed=imputed,
             deterministic=skeleton.deterministic,
         )
+        if plan.viewed:
+            plan = replace(plan, blocks=tuple(b.apart() for b in blocks))
         return self._separated(plan)
 
     # --- roles -------------------------------------------------------------------
@@ -166,23 +188,119 @@ class _Reader:
     def _note(self, site: str, role: str, pair: str = "", why: str = "") -> None:
         self.table.append((site, role, pair, why))
 
-    def _partition(self, sites: Mapping[str, Site]) -> Partition:
-        found = [
+    def _partitions(self, sites: Mapping[str, Site]) -> tuple[Partition, ...]:
+        """The partitions of the rows, each with the one of its features, if any."""
+        names = [
             s.name
             for s in sites.values()
             if issubclass(s.fn, PartitionDistribution) and not s.observed
         ]
-        labelled = not found
-        if labelled:
-            # A mixture of so many components: the assignments are a categorical site
-            # that observed sites depend on.
-            used = {u for s in sites.values() if s.observed for u in s.upstream}
-            found = [
-                s.name
-                for s in sites.values()
-                if s.name in used
-                and issubclass(s.fn, CategoricalProbs | CategoricalLogits)
-            ]
+        if not names:
+            return (self._labelled(sites),)
+        for name in names:
+            *views, size = sites[name].shape
+            if size == 0 or 0 in views:
+                what = "rows" if len(names) == 1 else "rows or features"
+                raise NotRecognised(
+                    f"Partition site '{name}' has zero {'views' if size else what} "
+                    f"(shape {sites[name].shape})."
+                )
+        features = self._feature_partitions(sites, names)
+        columns = set(features.values())
+        return tuple(
+            self._partition(sites, sites[name], features.get(name))
+            for name in names
+            if name not in columns
+        )
+
+    def _feature_partitions(
+        self, sites: Mapping[str, Site], names: Sequence[str]
+    ) -> dict[str, str | None]:
+        """Of each partition of rows, the site that partitions features into its
+        views."""
+        found: dict[str, str | None] = {}
+        user: dict[str, str] = {}  # The first observed site that depends on each.
+        for site in sites.values():
+            behind = [u for u in site.upstream if u in names]
+            # Factors are refused later.
+            if not site.observed or not behind or site.fn is dist.Unit:
+                continue
+            rows, features = _split(sites, site, behind)
+            if rows in found.values() or features in found:
+                name, of = (
+                    (rows, "rows") if rows in found.values() else (features, "features")
+                )
+                other = "features" if of == "rows" else "rows"
+                raise NotRecognised(
+                    f"Partition site '{name}' partitions the {of} of observed site "
+                    f"'{site.name}', but the {other} of '{user[name]}'. Give rows and "
+                    "features partition sites of their own."
+                )
+            if features is not None and found.get(rows) != features:
+                other = next((r for r, f in found.items() if f == features), rows)
+                if other != rows:
+                    raise NotRecognised(
+                        f"'{features}' partitions features into the views of "
+                        f"'{other}' for observed site '{user[features]}' and of "
+                        f"'{rows}' for '{site.name}'. Give each partition of rows a "
+                        "partition of its own features."
+                    )
+            if found.setdefault(rows, features) != features:
+                by = [f"'{f}'" if f else "none" for f in (found[rows], features)]
+                raise NotRecognised(
+                    f"Observed sites '{user[rows]}' and '{site.name}' depend on "
+                    f"partition site '{rows}' with different partitions of the "
+                    f"features, {by[0]} and {by[1]}. Views that features are "
+                    "partitioned into are told apart by that partition alone: index "
+                    "both sites by it, or by rows' partitions of their own."
+                )
+            for name in behind:
+                user.setdefault(name, site.name)
+        return found
+
+    def _partition(
+        self, sites: Mapping[str, Site], site: Site, features: str | None
+    ) -> Partition:
+        if len(site.shape) > 2:
+            raise NotRecognised(
+                f"Partition site '{site.name}' has shape {site.shape}; it must have "
+                "one axis, the rows, or two, views and rows. Take it out of a plate, "
+                "or give it parameters of fewer axes."
+            )
+        *views, num_rows = site.shape
+        num_views = views[0] if views else None
+        num_elements = 0
+        if features is not None:
+            (num_elements,) = sites[features].shape
+            kind = sites[features].fn.__name__
+            if num_views == 1 and num_elements > 1:
+                raise NotRecognised(
+                    f"Partition site '{site.name}' has one view, into which "
+                    f"'{features}' cannot partition {num_elements} features. Let the "
+                    "plate of the views hold at least 2; as many as there are "
+                    "features are always enough."
+                )
+            why = f"{num_elements} features into at most {num_views} views"
+            self._note(features, "features", kind, why)
+        why = f"{num_rows} rows" + (f", {num_views} views" if views else "")
+        self._note(site.name, "partition", site.fn.__name__, why)
+        return Partition(
+            site.name,
+            num_rows,
+            num_views=num_views,
+            features=features,
+            num_elements=num_elements,
+        )
+
+    def _labelled(self, sites: Mapping[str, Site]) -> Partition:
+        """A mixture of so many components: the assignments are a categorical site that
+        observed sites depend on."""
+        used = {u for s in sites.values() if s.observed for u in s.upstream}
+        found = [
+            s.name
+            for s in sites.values()
+            if s.name in used and issubclass(s.fn, CategoricalProbs | CategoricalLogits)
+        ]
         if len(found) != 1:
             problem = (
                 "The model has no partition site"
@@ -194,31 +312,26 @@ class _Reader:
                 f"{problem}; it must have exactly one latent site with a partition "
                 "prior, such as `z = numpyro.sample('z', "
                 "ChineseRestaurantProcess(1.0, size=num_rows))`, or a categorical one "
-                "in a plate of rows. Its sample sites are "
-                f"{list(sites)}."
+                "in a plate of rows. "
+                + (f"{_SEVERAL} " if found else "")
+                + f"Its sample sites are {list(sites)}."
             )
         (name,) = found
         site = sites[name]
         if len(site.shape) != 1:
             raise NotRecognised(
                 f"Partition site '{name}' has shape {site.shape}; it must have one "
-                "axis, the rows. "
-                + (
-                    "Sample it in a plate of the rows."
-                    if labelled
-                    else "Take it out of its plate, or give it scalar parameters."
-                )
+                "axis, the rows. Sample it in a plate of the rows."
+                + (f" {_SEVERAL}" if len(site.shape) > 1 else "")
             )
         if site.shape[0] == 0:
             raise NotRecognised(f"Partition site '{name}' has zero rows.")
-        weights = None
-        if labelled:
-            weights = self._weights(sites, site)
+        weights = self._weights(sites, site)
         self._note(name, "partition", site.fn.__name__, f"{site.shape[0]} rows")
         if weights is not None:
             kind = sites[weights].fn.__name__
             self._note(weights, "weights", kind, "of the clusters, integrated out")
-        return Partition(name, site.shape[0], weights, labelled)
+        return Partition(name, site.shape[0], weights, labelled=True)
 
     def _weights(self, sites: Mapping[str, Site], site: Site) -> str | None:
         """The latent site that the probabilities of a categorical partition site are
@@ -282,28 +395,26 @@ class _Reader:
     def _roles(
         self,
         sites: Mapping[str, Site],
-        partition: Partition,
+        partitions: Sequence[Partition],
         imputed: Sequence[str],
     ) -> tuple[dict[str, list[str]], list[str], list[str]]:
-        self._check_observed_rows(sites, partition)
+        assigned = _assigned(partitions)
+        self._check_observed_rows(sites, partitions)
+        self._check_used(sites, partitions)
         mixtures = {
-            name: self._cluster_sites(sites, site, partition)
+            name: self._cluster_sites(sites, site, assigned)
             for name, site in sites.items()
-            if site.observed and partition.name in site.upstream
+            if site.observed and any(u in assigned for u in site.upstream)
         }
-        if not mixtures:
-            raise NotRecognised(
-                f"No observed site depends on partition site '{partition.name}'. Index "
-                f"the cluster parameters of the likelihood by it, as in "
-                f"`loc[{partition.name}]`."
-            )
         owner: dict[str, str] = {}
         for name, roles in mixtures.items():
             if sites[name].fn is dist.Unit:
+                behind = next(u for u in sites[name].upstream if u in assigned)
                 raise NotRecognised(
-                    f"Factor '{name}' depends on partition site '{partition.name}'; "
+                    f"Factor '{name}' depends on partition site '{behind}'; "
                     "only observed sites with a registered likelihood can."
                 )
+            self._check_discrete(sites, sites[name], roles, partitions)
             for role in roles:
                 if role in owner:
                     raise NotRecognised(
@@ -312,7 +423,8 @@ class _Reader:
                         "of its own."
                     )
                 owner[role] = name
-        integrated = (partition.name, partition.weights, *imputed, *owner)
+        weights = partitions[0].weights
+        integrated = (*assigned, weights, *imputed, *owner)
         hyper = [
             name
             for name, site in sites.items()
@@ -320,10 +432,10 @@ class _Reader:
         ]
         for name, site in sites.items():
             # What a site may depend on, besides hyperparameters.
-            if name == partition.name:
-                allowed = [partition.weights]
+            if name in assigned:
+                allowed = [weights]
             elif name in mixtures:
-                allowed = [partition.name, *mixtures[name]]
+                allowed = [*assigned, *mixtures[name]]
             elif name in owner:
                 allowed = mixtures[owner[name]]
             elif name in imputed:
@@ -340,6 +452,33 @@ class _Reader:
             if inner:
                 raise NotRecognised(self._misplaced(sites, site, inner[0], mixtures))
         return mixtures, list(owner), hyper
+
+    def _check_used(
+        self, sites: Mapping[str, Site], partitions: Sequence[Partition]
+    ) -> None:
+        used = {u for s in sites.values() if s.observed for u in s.upstream}
+        for name in _assigned(partitions):
+            if name not in used:
+                way_out = (
+                    f"Index the cluster parameters of the likelihood by it, as in "
+                    f"`loc[{name}]`"
+                )
+                if len(partitions) > 1:
+                    way_out += (
+                        ", or the views of rows' partitions, if they are what it "
+                        f"partitions features into, as in `z[{name}].T`"
+                    )
+                raise NotRecognised(
+                    f"No observed site depends on partition site '{name}'. {way_out}."
+                )
+        first = partitions[0]
+        for other in partitions:
+            if other.num_rows != first.num_rows:
+                raise NotRecognised(
+                    f"Partition sites '{first.name}' and '{other.name}' have "
+                    f"{first.num_rows} and {other.num_rows} rows; all partitions must "
+                    "be of the same rows."
+                )
 
     def _misplaced(
         self,
@@ -365,14 +504,14 @@ class _Reader:
         return problem
 
     def _cluster_sites(
-        self, sites: Mapping[str, Site], site: Site, partition: Partition
+        self, sites: Mapping[str, Site], site: Site, assigned: Sequence[str]
     ) -> list[str]:
         """
         Latent sites that may be parameters of clusters of an observed site: those with
         a value for each of its features, and one more axis. Others are parameters that
         all clusters have in common.
         """
-        latent = [u for u in site.upstream if u != partition.name]
+        latent = [u for u in site.upstream if u not in assigned]
         found = [
             u
             for u in latent
@@ -383,12 +522,67 @@ class _Reader:
         # If there are none, what is wrong is said of all.
         return found or [u for u in latent if u not in self.siblings] or latent
 
+    def _per_view(
+        self,
+        sites: Mapping[str, Site],
+        partitions: Sequence[Partition],
+        hyper: Sequence[str],
+        imputed: Sequence[str],
+    ) -> dict[str, str]:
+        """Hyperparameters in a plate of views that features are partitioned into, with
+        the name of the site of these views."""
+        found: dict[str, str] = {}
+        for partition in partitions:
+            if partition.features is None:
+                continue
+            views = [n for n, axis in sites[partition.name].plates.items() if axis == 0]
+            inside = [n for n in hyper if any(v in sites[n].plates for v in views)]
+            for name in inside:
+                site = sites[name]
+                (plate,) = (v for v in views if v in site.plates)
+                what = (
+                    f"Latent site '{name}' is in plate '{plate}' of the views of "
+                    f"'{partition.name}'"
+                )
+                if name in found:
+                    raise NotRecognised(
+                        f"{what}, and of those of '{found[name]}'. Views of different "
+                        "sites are different: give each a plate of its own."
+                    )
+                if site.plates[plate] != 0:
+                    raise NotRecognised(
+                        f"{what}, but has shape {site.shape}: the views must be the "
+                        "only axis of its batch. Take it out of other plates; `expand` "
+                        "and `to_event` make vectors."
+                    )
+                if name in self.siblings:
+                    raise NotRecognised(
+                        f"{what}, but is sampled by another kernel. Views that "
+                        "features are partitioned into change their labels, and it "
+                        "with them: leave it to `SubsampleAnnealedGibbs`."
+                    )
+                for other in sites.values():
+                    if name not in other.upstream or other.name in imputed:
+                        continue
+                    if other.name not in (partition.name, *inside):
+                        kind = "observed" if other.observed else "latent"
+                        raise NotRecognised(
+                            f"{what}, and {kind} site '{other.name}' depends on it. "
+                            f"Only '{partition.name}' and sites in that plate can: "
+                            f"'{partition.features}' partitions features into views "
+                            "whose labels mean nothing. Sample it outside the plate, "
+                            "once for all views or for each feature."
+                        )
+                found[name] = partition.name
+        return found
+
     def _hyper_sites(
         self,
         sites: Mapping[str, Site],
-        partition: Partition,
+        partitions: Sequence[Partition],
         mixtures: Mapping[str, Sequence[str]],
         hyper: Sequence[str],
+        per_view: Mapping[str, str],
     ) -> tuple[HyperSite, ...]:
         """The latent sites that the kernel samples itself, given the assignments."""
         behind = {
@@ -396,10 +590,12 @@ class _Reader:
                 u for n in (name, *mixtures.get(name, ())) for u in sites[n].upstream
             }
             for name in sites
-            if name in (partition.name, *mixtures, *hyper) or sites[name].observed
+            if name in (*_assigned(partitions), *mixtures, *hyper)
+            or sites[name].observed
         }
-        if partition.weights is not None:
-            behind[partition.name] |= set(sites[partition.weights].upstream)
+        weights = partitions[0].weights
+        if weights is not None:
+            behind[partitions[0].name] |= set(sites[weights].upstream)
         found = []
         for name in hyper:
             site = sites[name]
@@ -413,8 +609,12 @@ class _Reader:
                     "`Categorical`."
                 )
             factors = tuple(n for n in behind if n == name or name in behind[n])
-            found.append(HyperSite(name, site.finite and site.discrete, factors))
-            how = "enumerated" if found[-1].finite else "real"
+            finite = site.finite and site.discrete
+            of = per_view.get(name)
+            found.append(HyperSite(name, finite, factors, per_view=of))
+            how = "enumerated" if finite else "real"
+            if of is not None:
+                how += f"; for each view of '{of}'"
             others = ", ".join(f"'{n}'" for n in factors if n != name) or "nothing"
             self._note(name, "hyperparameter", "", f"{how}; of {others}")
         return tuple(found)
@@ -434,11 +634,12 @@ class _Reader:
         )
 
     def _check_observed_rows(
-        self, sites: Mapping[str, Site], partition: Partition
+        self, sites: Mapping[str, Site], partitions: Sequence[Partition]
     ) -> None:
-        num_rows = partition.num_rows
+        assigned = _assigned(partitions)
+        rows = {p.name: p.num_rows for p in partitions}
         for site in sites.values():
-            mixed = partition.name in (site.name, *site.upstream)
+            mixed = any(n in assigned for n in (site.name, *site.upstream))
             if site.scaled and (mixed or not site.observed):
                 raise NotRecognised(
                     f"The log density of site '{site.name}' is scaled "
@@ -473,10 +674,11 @@ class _Reader:
                 )
             if not mixed:
                 continue
+            num_rows = next(rows[u] for u in site.upstream if u in rows)
             if site.shape[:1] != (num_rows,):
-                rows = site.shape[0] if site.shape else "no"
+                own = site.shape[0] if site.shape else "no"
                 raise NotRecognised(
-                    f"Observed site '{site.name}' has {rows} rows (shape "
+                    f"Observed site '{site.name}' has {own} rows (shape "
                     f"{site.shape}), but the partition has {num_rows}. Rows are the "
                     "first axis of an observed value."
                 )
@@ -488,7 +690,43 @@ class _Reader:
                     f"but its distribution has shape {site.fn_shape}."
                 )
 
-    def _capacity(self, sites: Mapping[str, Site], clusters: Sequence[str]) -> int:
+    def _check_discrete(
+        self,
+        sites: Mapping[str, Site],
+        site: Site,
+        roles: Sequence[str],
+        partitions: Sequence[Partition],
+    ) -> None:
+        """Refuse assignments, of rows or of features, that are no partition site."""
+        if partitions[0].labelled:
+            return
+        known = set(_assigned(partitions))
+        if len({sites[role].shape[:1] for role in roles}) == 1:
+            known.update(roles)
+        viewed = any(
+            p.num_views is not None for p in partitions if p.name in site.upstream
+        )
+        for name in site.upstream:
+            latent = sites[name]
+            of_rows = (
+                latent.shape[-1:] == site.shape[:1] != (1,)
+                and site.shape[0] not in site.feature_shape
+                and issubclass(latent.fn, CategoricalProbs | CategoricalLogits)
+            )
+            # Features could be in other views at every value of it.
+            index = viewed and latent.dtype.kind in "biu"
+            if name not in known and (of_rows or index):
+                raise NotRecognised(
+                    f"Observed site '{site.name}' depends on latent site '{name}' ~ "
+                    f"{latent.fn.__name__} besides partition sites. {_SEVERAL}"
+                )
+
+    def _capacity(
+        self,
+        sites: Mapping[str, Site],
+        partitions: Sequence[Partition],
+        clusters: Sequence[str],
+    ) -> int:
         sizes = {name: sites[name].shape[:1] for name in clusters}
         for name, size in sizes.items():
             if not size:
@@ -507,6 +745,13 @@ class _Reader:
                 )
         if sizes[first][0] == 0:
             raise NotRecognised(f"Cluster site '{first}' has capacity 0.")
+        for partition in partitions:
+            if partition.num_views is not None and sizes[first][0] == 1:
+                raise NotRecognised(
+                    f"Cluster site '{first}' has capacity 1, so that the views of "
+                    f"'{partition.name}' are all the same. The plate of the clusters "
+                    "must hold at least 2."
+                )
         return sizes[first][0]
 
     def _shape(
@@ -539,10 +784,18 @@ class _Reader:
             wanted = (capacity, *site.feature_shape, *event_shape)
             shape = sites[cluster].shape
             if shape != wanted:
+                hint = ""
+                viewed = any(
+                    issubclass(sites[u].fn, PartitionDistribution)
+                    and len(sites[u].shape) > 1
+                    for u in site.upstream
+                )
+                if viewed and shape[2:] == wanted[1:]:
+                    hint = " All views use the same, so that it has no axis of views."
                 raise NotRecognised(
                     f"Cluster site '{cluster}' has shape {shape}, but observed site "
                     f"'{site.name}' with features {site.feature_shape} needs {wanted}: "
-                    "one parameter for each cluster and feature."
+                    f"one parameter for each cluster and feature.{hint}"
                 )
             role_shapes.append(event_shape)
         return SiteShape(
@@ -579,12 +832,16 @@ class _Reader:
 
     def _probe(
         self,
-        partition: Partition,
+        partitions: Sequence[Partition],
+        follows: Mapping[str, Partition],
+        per_view: Mapping[str, str],
         capacity: int,
         hyper: Sequence[str],
         imputed: Sequence[str],
         shapes: list[tuple[AbstractConjugatePair, SiteShape]],
-    ) -> None:
+    ) -> dict[str, Seats]:
+        """Check what can only be seen with values, and find what features are indexed
+        by."""
         data, live = self._data([shape for _, shape in shapes])
         for _, shape in shapes:
             if shape.name in live:
@@ -596,7 +853,9 @@ class _Reader:
                 self.model,
                 self.args,
                 self.kwargs,
-                partition,
+                partitions,
+                follows,
+                per_view,
                 capacity,
                 hyper,
                 imputed,
@@ -605,6 +864,7 @@ class _Reader:
                 live,
             )
             prober.check_prior()
+            prober.check_exchangeable()
             prober.check_learned([n for n in hyper if n not in self.siblings])
             by_row = prober.given_by_row()
         for pair, shape in shapes:
@@ -617,6 +877,11 @@ class _Reader:
             prober.check_certificate()
         for pair, shape in shapes:
             why = f"{shape.num_features} feature(s); densities agree with Bayes' law"
+            if len(_assigned(partitions)) > 1 or partitions[0].num_views is not None:
+                partition = follows[shape.name]
+                why += f"; clusters of '{partition.name}'"
+                if partition.features is not None:
+                    why += f" in the views of '{partition.features}'"
             if shape.name in live:
                 masked = int((~live[shape.name]).sum())
                 why += f"; {masked} of {live[shape.name].size} cells masked"
@@ -624,6 +889,7 @@ class _Reader:
             for role, cluster in shape.roles:
                 why = f"{role} of {capacity} clusters, integrated out"
                 self._note(cluster, "cluster", pair_name(pair), why)
+        return prober.seats
 
     def _data(
         self, shapes: Sequence[SiteShape]
@@ -685,6 +951,59 @@ class _Reader:
             error = pair.data_error(np.ascontiguousarray(x[at]), own)
             if error is not None:
                 raise NotRecognised(column_name(shape, index) + " " + error + ".")
+
+
+# What to do where assignments of several partitions are not partition sites.
+_SEVERAL = (
+    "Categorical assignments can only be the one partition of a model. For several, "
+    "give each a partition prior, such as `FiniteDirichletMixture` for a known number "
+    "of components."
+)
+
+
+def _assigned(partitions: Sequence[Partition]) -> tuple[str, ...]:
+    """Names of the sites of labels, of rows and of features."""
+    names = [n for p in partitions for n in (p.name, p.features)]
+    return tuple(n for n in names if n is not None)
+
+
+def _split(
+    sites: Mapping[str, Site], site: Site, behind: Sequence[str]
+) -> tuple[str, str | None]:
+    """Of the partition sites `behind` an observed site, the one of its rows and the one
+    of its features."""
+    if len(behind) == 1:
+        return behind[0], None
+    # NB: there may be as many rows as features, so that sizes say nothing.
+    with_views = [name for name in behind if len(sites[name].shape) == 2]
+    others = [name for name in behind if len(sites[name].shape) == 1]
+    if len(behind) == 2 and len(with_views) == len(others) == 1:
+        return with_views[0], others[0]
+    shapes = ", ".join(f"'{name}' of shape {sites[name].shape}" for name in behind)
+    problem = f"Observed site '{site.name}' depends on {len(behind)} partition sites"
+    raise NotRecognised(
+        f"{problem}: {shapes}. It can depend on one that partitions its rows and on "
+        "one that partitions its features into views; then exactly one of the two has "
+        "two axes, views and rows, such as a site in a plate of views, and the other "
+        "one axis, the features."
+    )
+
+
+def _membership(
+    block: AbstractBlock,
+    partitions: Sequence[Partition],
+    follows: Mapping[str, Partition],
+    seats: Mapping[str, Seats],
+) -> Membership:
+    """What the features of `block`, in its order, are indexed by."""
+    found: tuple[list[int], ...] = ([], [], [])
+    for shape in block.sites:
+        own = seats[shape.name]
+        place = partitions.index(follows[shape.name])
+        found[0].extend([place] * shape.num_features)
+        found[1].extend(int(i) for i in own.element.flat)
+        found[2].extend(int(i) for i in own.view.flat)
+    return Membership(*map(tuple, found))
 
 
 def _varies_by_row(site: Site, name: str) -> bool:

@@ -6,7 +6,7 @@ cluster parameters, and its densities must obey Bayes' law."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import random
@@ -34,6 +34,12 @@ _TOLERANCE = 1e-6
 # Rows at which the model is looked at: all, or so many at random.
 _NUM_PROBED = 2000
 _NUM_CERTIFIED = 5
+
+# Sizes of clusters by whose probabilities two priors of partitions are compared.
+_COUNTS = ((1, 1, 0), (2, 1, 0), (1, 1, 1), (4, 2, 1), (9, 0, 0))
+
+Labels: TypeAlias = dict[str, np.ndarray]
+"""Assignments of rows, and of features to views, by site."""
 
 
 def pair_name(pair: AbstractConjugatePair) -> str:
@@ -75,11 +81,26 @@ class _Values(NamedTuple):
     log_prior: Any
 
 
+class Seats(NamedTuple):
+    """
+    What the features of an observed site are indexed by, each ``feature_shape``.
+
+    - **element** - of the site that partitions features into views; -1 without one.
+    - **view** - where it is known; else -1. 0 of a partition without views.
+    """
+
+    element: np.ndarray
+    view: np.ndarray
+
+
 class Prober:
     """
     Evaluates the model at chosen assignments and cluster parameters.
 
-    :param partition: the site of the assignments.
+    :param partitions: the sites of the assignments.
+    :param follows: the one of them that each observed site is indexed by.
+    :param per_view: hyperparameters in a plate of views that features are partitioned
+        into, with the name of the site of these views.
     :param int capacity: number of clusters.
     :param hyper_sites: latent sites that are hyperparameters, or conditioned on.
     :param imputed: latent sites that stand for masked cells.
@@ -93,7 +114,9 @@ class Prober:
         model,
         args,
         kwargs,
-        partition: Partition,
+        partitions: Sequence[Partition],
+        follows: Mapping[str, Partition],
+        per_view: Mapping[str, str],
         capacity: int,
         hyper_sites: Sequence[str],
         imputed: Sequence[str],
@@ -102,8 +125,13 @@ class Prober:
         live: Mapping[str, np.ndarray],
     ):
         self.model = model
-        self.partition = partition
-        self.num_rows = partition.num_rows
+        self.partitions = tuple(partitions)
+        self.follows = follows
+        self.per_view = per_view
+        self.num_rows = partitions[0].num_rows
+        # Components with weights of their own are the only partition of a model.
+        self.weights = partitions[0].weights
+        self.labelled = partitions[0] if partitions[0].labelled else None
         self.capacity = capacity
         self.hyper_sites = tuple(hyper_sites)
         self.imputed = imputed
@@ -115,6 +143,7 @@ class Prober:
         # (the model raised an error) as it converted it there, in 32 bits.
         self.arrays = [x.view() if isinstance(x, np.ndarray) else x for x in arrays]
         self.hyper: dict[str, dict[str, np.ndarray]] = {}
+        self.seats: dict[str, Seats] = {}
         # The first ones, spread over the table, are those of the certificate.
         spread = np.linspace(0, self.num_rows - 1, _NUM_CERTIFIED).astype(np.int32)
         others = self.rng.permutation(self.num_rows)[:_NUM_PROBED].astype(np.int32)
@@ -127,18 +156,27 @@ class Prober:
         self.theta = [first, second | own]
         # Other values of the hyperparameters, and the same cluster parameters.
         self.other_hyper = first | {name: second[name] for name in self.hyper_sites}
-        z = np.zeros(self.num_rows, np.int32)
         self._evaluate = compile_for(
-            self._compute, z, self.theta[0], self.rows, self.x, self.arrays
+            self._compute, self._zeros(), self.theta[0], self.rows, self.x, self.arrays
         )
+
+    def _zeros(self) -> Labels:
+        """All rows in the first cluster, all features in the first view."""
+        labels = {p.name: np.zeros(p.shape, np.int32) for p in self.partitions}
+        for p in self.partitions:
+            if p.features is not None:
+                labels[p.features] = np.zeros(p.num_elements, np.int32)
+        return labels
 
     def _random_theta(self, seed, arrays):
         """Values of the cluster sites and hyperparameters, spread over their
         supports."""
 
+        zeros = self._zeros()
+
         def pick(site):
-            if site["name"] == self.partition.name:
-                return jnp.zeros(self.num_rows, jnp.int32)
+            if site["name"] in zeros:
+                return jnp.asarray(zeros[site["name"]])
             if site["name"] in self.imputed:
                 return None
             if site["type"] == "sample" and not site["is_observed"]:
@@ -149,13 +187,13 @@ class Prober:
         trace = run_trace(self.model, args, kwargs, pick, random.key(seed))
         names = [name for _, shape in self.shapes for _, name in shape.roles]
         names.extend(self.hyper_sites)
-        if self.partition.weights is not None:
-            names.append(self.partition.weights)
+        if self.weights is not None:
+            names.append(self.weights)
         return {name: _in_double(trace[name]["value"]) for name in names}
 
-    def _compute(self, z, theta, rows, x, arrays):
+    def _compute(self, labels, theta, rows, x, arrays):
         args, kwargs = self.rebuild(arrays)
-        values = {self.partition.name: z, **theta}
+        values = {**labels, **theta}
 
         def pick(site):
             return values.get(site["name"]) if site["type"] == "sample" else None
@@ -195,40 +233,85 @@ class Prober:
             )
             hyper = prior_hyperparameters(pair, shape, trace, self.capacity)
             out[shape.name] = _Values(parameters, given, log_prob, hyper, log_prior)
-        fn = peel(trace[self.partition.name]["fn"])
+        priors = {p.name: read_prior(p, trace) for p in self.partitions}
         probs = None
-        if self.partition.labelled:
+        if self.labelled is not None:
+            fn = peel(trace[self.labelled.name]["fn"])
             probs = jnp.broadcast_to(fn.probs, (self.num_rows, fn.probs.shape[-1]))
             probs = probs[rows]
-        return out, read_prior(self.partition, trace), probs
+        # Of each view, as far as its prior is of more than one.
+        laws = {name: trace[name]["fn"].log_prob(theta[name]) for name in self.per_view}
+        for p in self.partitions:
+            if p.features is not None:
+                priors[p.features] = peel(trace[p.features]["fn"])
+                law = priors[p.name].log_eppf(jnp.array(_COUNTS)[:, None])
+                laws[p.name] = jnp.broadcast_to(law, (len(_COUNTS), p.num_views)).T
+        return out, priors, probs, laws
 
-    def evaluate(self, z, theta, x=None) -> dict[str, _Values]:
-        z = np.asarray(z, np.int32)
-        values, self.prior, self.probs = jax.device_get(
-            self._evaluate(z, theta, self.rows, x or self.x, self.arrays)
+    def evaluate(self, labels: Labels, theta, x=None) -> dict[str, _Values]:
+        labels = {name: np.asarray(z, np.int32) for name, z in labels.items()}
+        values, self.priors, self.probs, self.laws = jax.device_get(
+            self._evaluate(labels, theta, self.rows, x or self.x, self.arrays)
         )
         return values
 
-    def _assignments(self):
+    def _assignments(self) -> Labels:
         """Random assignments; neighbouring probed rows share a cluster, so that rows in
         the same cluster and rows in different ones are both seen."""
-        z = self.rng.integers(self.capacity, size=self.num_rows)
-        z[self.rows[:4]] = (np.arange(min(4, len(self.rows))) // 2) % self.capacity
-        return z
+        labels = {}
+        for p in self.partitions:
+            z = self.rng.integers(self.capacity, size=p.shape)
+            pairs = np.arange(min(4, len(self.rows))) // 2
+            if p.num_views is not None:
+                pairs = pairs + np.arange(p.num_views)[:, None]
+            z[..., self.rows[:4]] = pairs % self.capacity
+            labels[p.name] = z
+            if p.features is not None:
+                labels[p.features] = self.rng.integers(p.num_views, size=p.num_elements)
+        return labels
+
+    def _moved(self, labels: Labels) -> Labels:
+        """All rows in another cluster, in every view, and nothing else."""
+        rows = {p.name: (labels[p.name] + 1) % self.capacity for p in self.partitions}
+        return labels | rows
+
+    def _clusters(self, name: str, labels: Labels) -> np.ndarray:
+        """Clusters of the probed rows in the partition that an observed site is indexed
+        by: ``[rows]``, or, where there are views, ``[rows, *feature_shape]``."""
+        partition = self.follows[name]
+        z = labels[partition.name][..., self.rows]
+        if partition.num_views is None:
+            return z
+        element, view = self.seats[name]
+        if partition.features is not None:
+            view = labels[partition.features][element]
+        return np.moveaxis(z[view], -1, 0)
+
+    def _expected(self, labels: Labels, theta) -> dict[str, dict[str, np.ndarray]]:
+        """Parameters of the likelihoods at the probed rows, as the pairs have them."""
+        roles = {}
+        for _, shape in self.shapes:
+            k = self._clusters(shape.name, labels)
+            each = (k, *np.indices(shape.feature_shape)) if k.ndim > 1 else k
+            roles[shape.name] = {r: theta[c][each] for r, c in shape.roles}
+
+        def parameters(roles):
+            return {s.name: p.parameters(roles[s.name]) for p, s in self.shapes}
+
+        return jax.device_get(compile_for(parameters, roles)(roles))
 
     # --- the prior -----------------------------------------------------------------
 
     def check_prior(self) -> None:
-        z = self._assignments()
-        second = self.evaluate(z, self.theta[1])
+        labels = self._assignments()
+        second = self.evaluate(labels, self.theta[1])
         self._check_weights(self.theta[1])
-        first = self.evaluate(z, self.theta[0])
+        first = self.evaluate(labels, self.theta[0])
         self._check_weights(self.theta[0])
-        error = self.prior.parameter_error()
-        if error is not None:
-            raise NotRecognised(
-                f"The prior of partition site '{self.partition.name}': {error}"
-            )
+        for name, prior in self.priors.items():
+            error = prior.parameter_error()
+            if error is not None:
+                raise NotRecognised(f"The prior of partition site '{name}': {error}")
         for pair, shape in self.shapes:
             self._check_hyper(pair, shape, first[shape.name], second[shape.name])
 
@@ -239,10 +322,10 @@ class Prober:
         """
         if not learned:
             return
-        z = self._assignments()
-        first = self.evaluate(z, self.theta[0])
+        labels = self._assignments()
+        first = self.evaluate(labels, self.theta[0])
         own = {name: self.other_hyper[name] for name in learned}
-        second = self.evaluate(z, self.theta[0] | own)
+        second = self.evaluate(labels, self.theta[0] | own)
         for pair, shape in self.shapes:
             for name in (*pair.given_by_row, *sorted(pair.in_statistics)):
                 old, new = (
@@ -264,9 +347,9 @@ class Prober:
 
     def _check_weights(self, theta) -> None:
         """Are the probabilities of a categorical partition site those of its prior?"""
-        name, weights = self.partition.name, self.partition.weights
-        if not self.partition.labelled:
+        if self.labelled is None:
             return
+        name, weights = self.labelled.name, self.weights
         if not _close(self.probs, np.broadcast_to(self.probs[:1], self.probs.shape)):
             raise NotRecognised(
                 f"The probabilities of partition site '{name}' differ between rows; "
@@ -344,8 +427,7 @@ class Prober:
 
         def compute(theta, arrays):
             args, kwargs = self.rebuild(arrays)
-            zero = jnp.zeros(self.num_rows, jnp.int32)
-            values = {self.partition.name: zero, **theta}
+            values = {**jax.tree.map(jnp.asarray, self._zeros()), **theta}
 
             def pick(site):
                 return values.get(site["name"]) if site["type"] == "sample" else None
@@ -365,22 +447,219 @@ class Prober:
         args = self.theta[0], self.arrays
         return jax.device_get(compile_for(compute, *args)(*args))
 
+    # --- views ---------------------------------------------------------------------
+
+    def check_exchangeable(self) -> None:
+        """
+        Do labels of views that features are partitioned into mean nothing? The views'
+        priors must be permuted along with the hyperparameters in their plate.
+        """
+        for partition in self.partitions:
+            if partition.features is None:
+                continue
+            own = [n for n, p in self.per_view.items() if p == partition.name]
+            views = np.arange(partition.num_views)
+            theta = self.theta[0]
+            self.evaluate(self._zeros(), theta)
+            before = self.laws
+            # These two generate all permutations.
+            for order in (np.roll(views, 1), np.r_[views[:2][::-1], views[2:]]):
+                permuted = {name: theta[name][order] for name in own}
+                self.evaluate(self._zeros(), theta | permuted)
+                for name in (*own, partition.name):
+                    if not _close(self.laws[name], before[name][order]):
+                        self._not_exchangeable(partition, name)
+
+    def _not_exchangeable(self, partition: Partition, name: str) -> None:
+        way_out = "Give all views the same"
+        if name == partition.name:
+            way_out += (
+                ", or sample what differs in the plate of the views, independently "
+                "for each"
+            )
+        raise NotRecognised(
+            f"The prior of site '{name}' is not the same in all views of "
+            f"'{partition.name}'. '{partition.features}' partitions features into "
+            f"views whose labels mean nothing. {way_out}."
+        )
+
+    def _find_seats(self) -> None:
+        """
+        Find what every feature is indexed by. That it is indexed by that alone, and so
+        in every row, is seen when the parameters are compared.
+        """
+        for partition in self.partitions:
+            shapes = [s for _, s in self.shapes if self.follows[s.name] is partition]
+            if partition.features is not None:
+                self._find_elements(partition, shapes)
+                continue
+            views = {s.name: np.zeros(s.feature_shape, int) for s in shapes}
+            if partition.num_views is not None:
+                zeros = self._zeros()
+                before = self.evaluate(zeros, self.theta[0])
+                views = self._views(partition, shapes, zeros, before)
+            for name, view in views.items():
+                self.seats[name] = Seats(np.full_like(view, -1), view)
+
+    def _find_elements(self, partition: Partition, shapes: list[SiteShape]) -> None:
+        """Elements are told apart by views that spell out their numbers."""
+        base, num = partition.num_views, partition.num_elements
+        digits = 1
+        while base**digits < num:
+            digits += 1
+        spelled = [np.arange(num) // base**i % base for i in range(digits)]
+        # What follows no element would look as one whose digits are all the same.
+        spelled.append((spelled[0] + 1) % base)
+        first = self.evaluate(self._zeros(), self.theta[0])
+        found = []
+        for own in spelled:
+            labels = self._zeros() | {partition.features: own}
+            before = self.evaluate(labels, self.theta[0])
+            self._check_direct(partition, shapes, first, before)
+            found.append(self._views(partition, shapes, labels, before))
+        for shape in shapes:
+            views = [views[shape.name] for views in found]
+            element = sum(views[i] * base**i for i in range(digits))
+            wrong = (element >= num) | (views[-1] != (views[0] + 1) % base)
+            if wrong.any():
+                self._misplaced(partition, shape, wrong)
+            self.seats[shape.name] = Seats(element, np.full_like(element, -1))
+
+    def _check_direct(self, partition, shapes, first, second) -> None:
+        """With all rows in one cluster of every view, views make no difference."""
+        for shape in shapes:
+            old, new = first[shape.name], second[shape.name]
+            for name, value in (*old.parameters.items(), *old.given.items()):
+                if not _close(value, (new.parameters | new.given)[name]):
+                    raise NotRecognised(
+                        f"Parameter `{name}` of observed site '{shape.name}' depends "
+                        f"on '{partition.features}' itself; it may depend only on the "
+                        "clusters of the rows in the feature's view, as in "
+                        f"`{_indexed(partition, shape, shape.roles[0][1])}`."
+                    )
+
+    def _views(
+        self,
+        partition: Partition,
+        shapes: list[SiteShape],
+        labels: Labels,
+        before: Mapping[str, _Values],
+    ) -> dict[str, np.ndarray]:
+        """
+        The view that each feature is indexed by, where features are in views by
+        `labels`, and the model is as `before` with all rows in the first cluster.
+
+        The numbers of the views are spelled out in bits: for each bit, the views in
+        which it is set are moved to another cluster, and then those in which it isn't.
+        """
+        rows = self.rows[_NUM_CERTIFIED:]  # Each once.
+        patterns = _bits(partition.num_views)
+        # All at once, a row for each, as far as there are rows.
+        times = -(-len(patterns) // len(rows))
+        which = np.arange(times * len(rows)).reshape(times, -1) % len(patterns)
+        moves = self._moves(partition, shapes, labels, before, patterns[which])
+        found = {}
+        for shape in shapes:
+            move = moves[shape.name]
+            by_pattern = [move[which == i] for i in range(len(patterns))]
+            view = _from_bits(np.stack([m.all(0) for m in by_pattern]))
+            alike = np.all([(m == m[:1]).all(0) for m in by_pattern], 0)
+            wrong = (view < 0) | (view >= partition.num_views) | ~alike
+            if wrong.any():
+                self._say_why_views(partition, shape, labels, before, wrong)
+            found[shape.name] = view
+        return found
+
+    def _moves(
+        self,
+        partition: Partition,
+        shapes: list[SiteShape],
+        labels: Labels,
+        before: Mapping[str, _Values],
+        patterns: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """
+        Whether likelihoods, ``[times, rows, *feature_shape]``, change when rows leave
+        the first cluster in some views, by `patterns` ``[times, rows, views]``.
+        """
+        labels = labels | {partition.name: np.zeros(partition.shape, np.int32)}
+        found: dict[str, list[np.ndarray]] = {shape.name: [] for shape in shapes}
+        for pattern in patterns:
+            labels[partition.name][:, self.rows[_NUM_CERTIFIED:]] = pattern.T
+            after = self.evaluate(labels, self.theta[0])
+            for shape in shapes:
+                old, new = before[shape.name].parameters, after[shape.name].parameters
+                cells = (len(self.rows), *shape.feature_shape, -1)
+                change = [_differs(old[n], new[n]).reshape(cells).any(-1) for n in old]
+                found[shape.name].append(np.any(change, 0)[_NUM_CERTIFIED:])
+        return {name: np.stack(change) for name, change in found.items()}
+
+    def _say_why_views(self, partition, shape, labels, before, wrong) -> None:
+        """Tell in which way the first `wrong` feature is not indexed by one view."""
+        index = _first(wrong)
+        rows = len(self.rows) - _NUM_CERTIFIED
+        patterns = np.repeat(_bits(partition.num_views)[:, None], rows, axis=1)
+        moves = self._moves(partition, [shape], labels, before, patterns)[shape.name]
+        view = _from_bits(moves[:, :, *index])
+        clusters = [cluster for _, cluster in shape.roles]
+        column = column_name(shape, index)
+        if not moves[:, :, *index].any():
+            raise NotRecognised(
+                f"{column} does not depend on the cluster of the row: "
+                + self._is_indexed(shape, clusters[0])
+            )
+        indexed = f"as in `{_indexed(partition, shape, clusters[0])}`"
+        views = f"the views of partition site '{partition.name}' {partition.shape}"
+        if (view < 0).any():
+            problem = (
+                f"depends on several of {views} at once; a feature is indexed by one "
+                f"of them, {indexed}. If these are no views, take the site out of its "
+                "plate."
+            )
+        elif (view != view[0]).any():
+            problem = (
+                f"is in different ones of {views} in different rows; they must be the "
+                "same for all rows. Are the rows the first axis of the assignments, "
+                f"{indexed}?"
+            )
+        else:
+            problem = (
+                "depends on the cluster of another row; the likelihood of a row may "
+                f"depend on its own alone, {indexed}."
+            )
+        raise NotRecognised(f"{column} {problem}")
+
+    def _misplaced(self, partition, shape, wrong) -> None:
+        problem = (
+            f"is not in one view of '{partition.name}' that is known. Index it by "
+            "constants"
+        )
+        if partition.features is not None:
+            problem = (
+                f"does not follow one element of '{partition.features}': its view of "
+                f"'{partition.name}' is fixed, or some function of the elements. Index "
+                "the views by the feature's element alone"
+            )
+        indexed = _indexed(partition, shape, shape.roles[0][1])
+        raise NotRecognised(
+            f"{column_name(shape, _first(wrong))} {problem}, as in `{indexed}`."
+        )
+
+    def _is_indexed(self, shape: SiteShape, cluster: str) -> str:
+        partition = self.follows[shape.name]
+        return (
+            f"is '{cluster}' indexed by '{partition.name}', as in "
+            f"`{_indexed(partition, shape, cluster)}`?"
+        )
+
     # --- the likelihood ------------------------------------------------------------
 
     def check_parameters(self) -> None:
-        z = self._assignments()
+        self._find_seats()
+        labels = self._assignments()
         theta = self.theta[0]
-        values = self.evaluate(z, theta)
-        moved = self.evaluate((z + 1) % self.capacity, theta)
-        roles = {
-            shape.name: {r: theta[c][z[self.rows]] for r, c in shape.roles}
-            for _, shape in self.shapes
-        }
-
-        def parameters(roles):
-            return {s.name: p.parameters(roles[s.name]) for p, s in self.shapes}
-
-        expected = jax.device_get(compile_for(parameters, roles)(roles))
+        values = self.evaluate(labels, theta)
+        moved = self.evaluate(self._moved(labels), theta)
         for pair, shape in self.shapes:
             for name, value in values[shape.name].given.items():
                 if not _close(value, moved[shape.name].given[name]):
@@ -389,43 +668,53 @@ class Prober:
                         f"on the cluster of the row, but for {pair_name(pair)} it must "
                         f"be known. {pair.form}"
                     )
+        self._compare(labels, theta, values)
+        if any(p.num_views is not None for p in self.partitions):
+            # Where it was found what features are indexed by, hyperparameters and rows'
+            # clusters were few.
+            labels = self._assignments()
+            self._compare(labels, self.other_hyper)
+
+    def _compare(self, labels: Labels, theta, values=None) -> None:
+        """Are parameters of likelihoods the pairs' own?"""
+        values = self.evaluate(labels, theta) if values is None else values
+        expected = self._expected(labels, theta)
+        for pair, shape in self.shapes:
             for name, value in values[shape.name].parameters.items():
                 wanted = expected[shape.name][name]
                 if not _close(value, wanted):
-                    self._say_why(pair, shape, name, z, theta, value, wanted)
+                    self._say_why(pair, shape, name, labels, theta, value, wanted)
 
-    def _say_why(self, pair, shape, name, z, theta, value, expected) -> None:
+    def _say_why(self, pair, shape, name, labels, theta, value, expected) -> None:
         """Tell in which way parameter `name` of a likelihood is not the pair's own."""
         site = f"observed site '{shape.name}'"
 
-        def parameter(z, theta):
-            return self.evaluate(z, theta)[shape.name].parameters[name]
+        def parameter(labels, theta):
+            return self.evaluate(labels, theta)[shape.name].parameters[name]
 
+        self._check_places(shape, name, labels, theta, value, expected)
+        k = self._clusters(shape.name, labels)
         for _, cluster in shape.roles:
             changed = {**theta, cluster: self.theta[1][cluster]}
-            if self.capacity == 1 or _close(parameter(z, changed), value):
+            if self.capacity == 1 or _close(parameter(labels, changed), value):
                 continue  # The parameter has nothing to do with this site.
-            # All rows are moved to another cluster, and nothing else.
-            if _close(parameter((z + 1) % self.capacity, theta), value):
-                indexed = f"{cluster}[{self.partition.name}]"
+            if _close(parameter(self._moved(labels), theta), value):
                 raise NotRecognised(
                     f"Parameter `{name}` of {site} does not depend on the cluster of "
-                    f"the row: is '{cluster}' indexed by '{self.partition.name}', as "
-                    f"in `{indexed}`?"
+                    f"the row: {self._is_indexed(shape, cluster)}"
                 )
-            used = int(z[self.rows[0]])
+            used = int(k.flat[0])
             moved = theta[cluster].copy()
             moved[used] = moved[(used + 1) % self.capacity]
-            elsewhere = z[self.rows] != used
-            change = parameter(z, {**theta, cluster: moved})
+            elsewhere = k != used
+            change = parameter(labels, {**theta, cluster: moved})
             if not _close(change[elsewhere], value[elsewhere]):
                 raise NotRecognised(
                     f"Clusters are coupled: parameter `{name}` of {site} in one "
                     f"cluster changes with '{cluster}' of another. A row's likelihood "
                     "may depend on the parameters of its own cluster only."
                 )
-        same = np.zeros_like(z)
-        together = parameter(same, theta)
+        together = parameter(self._zeros(), theta)
         if not _close(together, np.broadcast_to(together[:1], together.shape)):
             raise NotRecognised(
                 f"Parameter `{name}` of {site} differs between rows of the same "
@@ -441,13 +730,28 @@ class Prober:
             f"{pair.form}"
         )
 
+    def _check_places(self, shape, name, labels, theta, value, expected) -> None:
+        """If the parameter is as it should be once the rows' partition is the same in
+        all views, then it is the views that are not as they were found."""
+        partition = self.follows[shape.name]
+        if partition.num_views is None:
+            return
+        z = labels[partition.name]
+        same = labels | {partition.name: np.broadcast_to(z[:1], z.shape)}
+        got = self.evaluate(same, theta)[shape.name].parameters[name]
+        if _close(got, self._expected(same, theta)[shape.name][name]):
+            wrong = _differs(value, expected)
+            features = len(shape.feature_shape)
+            axes = (0, *range(1 + features, wrong.ndim))
+            self._misplaced(partition, shape, wrong.any(axes))
+
     def check_certificate(self) -> None:
         """
         ``log p(x | theta) + log p(theta) - log p(theta | x) = log m(x)``, the first two
         by the user's model, the others by the pair, at a theta near the posterior.
         """
-        z = np.zeros(self.num_rows, int)
-        given = self.evaluate(z, self.theta[0])
+        zeros = self._zeros()
+        given = self.evaluate(zeros, self.theta[0])
         cells = {}
         for pair, shape in self.shapes:
             by_row = [given[shape.name].given[name] for name in pair.given_by_row]
@@ -477,7 +781,7 @@ class Prober:
                 for role, cluster in shape.roles:
                     theta[cluster] = theta[cluster].copy()
                     theta[cluster][0] = at[role]
-            values = self.evaluate(z, theta)
+            values = self.evaluate(zeros, theta)
             for pair, shape in self.shapes:
                 _, log_posterior, expected = found[shape.name]
                 self._check_bayes(
@@ -492,8 +796,7 @@ class Prober:
         if shape.name in self.live:
             bad &= self.live[shape.name].any(0)  # Else there is no value to look at.
         if np.any(bad):
-            index = tuple(int(j[0]) for j in np.nonzero(np.atleast_1d(bad)))
-            index = index if shape.feature_shape else ()
+            index = _first(bad)
             worst = float(np.asarray(gap)[index])
             clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
             raise NotRecognised(
@@ -502,6 +805,38 @@ class Prober:
                 f"{self.rows[i]}: the model's densities are not those of the pair. "
                 f"{pair.form}"
             )
+
+
+def _first(wrong: np.ndarray) -> tuple[int, ...]:
+    """Index of the first feature that is `wrong` ``[*feature_shape]``."""
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def _indexed(partition: Partition, shape: SiteShape, cluster: str) -> str:
+    """How a cluster site should be indexed."""
+    if partition.num_views is None:
+        return f"{cluster}[{partition.name}]"
+    view = partition.features or "views"
+    if shape.feature_shape:
+        return f"{cluster}[{partition.name}[{view}].T, jnp.arange(D)]"
+    view = "1" if partition.features is None else f"{view}[0]"
+    return f"{cluster}[{partition.name}[{view}]]"
+
+
+def _bits(num: int) -> np.ndarray:
+    """The bits of 1, ..., `num`, and those bits inverted: ``[2 * bits, num]``."""
+    bits = np.arange(1, num + 1) >> np.arange(num.bit_length())[:, None] & 1
+    return np.concatenate([bits, 1 - bits])
+
+
+def _from_bits(moves: np.ndarray) -> np.ndarray:
+    """
+    The one of 0, ..., num - 1 that, by `moves` ``[2 * bits, ...]``, was moved when it
+    was among those that the rows of `_bits` choose; -1 where it was several, or none.
+    """
+    on, off = np.split(moves, 2)
+    weights = 2 ** np.arange(len(on)).reshape(-1, *(1,) * (on.ndim - 1))
+    return np.where((on ^ off).all(0), (on * weights).sum(0) - 1, -1)
 
 
 def _bayes(
@@ -551,8 +886,12 @@ def _inside(shift, role: str, fn: dist.Distribution) -> Array:
     return fn.mean
 
 
-def _close(a, b) -> bool:
+def _differs(a, b) -> np.ndarray:
     a, b = np.asarray(a), np.asarray(b)
     scale = np.maximum(np.abs(a), np.abs(b))
     with np.errstate(invalid="ignore"):
-        return bool(np.all((a == b) | (np.abs(a - b) <= _TOLERANCE * scale)))
+        return ~((a == b) | (np.abs(a - b) <= _TOLERANCE * scale))
+
+
+def _close(a, b) -> bool:
+    return not _differs(a, b).any()

@@ -22,7 +22,7 @@ from numpyro_subanneal.conjugate.base import (
     SiteShape,
 )
 from numpyro_subanneal.distributions import PartitionDistribution
-from numpyro_subanneal.rows import Component
+from numpyro_subanneal.rows import Component, Prior
 from numpyro_subanneal.skeleton import (
     Args,
     Kwargs,
@@ -32,6 +32,7 @@ from numpyro_subanneal.skeleton import (
     run_trace,
 )
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.views import Layout, Membership, ViewPriors
 from numpyro_subanneal.weights import (
     DirichletWeights,
     KnownWeights,
@@ -50,12 +51,26 @@ class Partition:
     - **weights** - name of the latent site of the mixture weights, if there is one.
     - **labelled** - whether clusters are components with weights of their own (the
       prior is a categorical distribution) rather than the parts of a partition.
+    - **num_views** - how many partitions of the rows it holds, on its first axis; None
+      if it has no such axis, and is one partition.
+    - **features** - name of the latent site that partitions features into these views;
+      None if every feature's view is known.
+    - **num_elements** - number of what that site partitions.
     """
 
     name: str
     num_rows: int
     weights: str | None = None
     labelled: bool = False
+    num_views: int | None = None
+    features: str | None = None
+    num_elements: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the site's value."""
+        views = () if self.num_views is None else (self.num_views,)
+        return (*views, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -69,12 +84,15 @@ class HyperSite:
       the assignments, of observed sites and of hyperparameters, itself included.
     - **separable** - whether its elements are independent given all else, as those of
       a plate are; else they are updated one after another.
+    - **per_view** - name of the partition site in whose plate of views it is, if
+      features are partitioned into these.
     """
 
     name: str
     finite: bool
     factors: tuple[str, ...]
     separable: bool = True
+    per_view: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,24 +100,55 @@ class Plan:
     """
     What the kernel needs to know of a model: names and shapes, no arrays.
 
-    - **partition** - the site of the assignments.
+    - **partitions** - the sites of the assignments; one, unless features are in views.
     - **capacity** - size of the clusters plate.
     - **blocks** - observed sites and their cluster sites, packed by conjugate pair.
+    - **memberships** - for each block, the partitions that its features are indexed by.
     - **hyper** - latent sites that are hyperparameters, in the order of the model.
     - **imputed** - latent sites that stand for masked cells (of `obs_mask`).
     - **deterministic** - deterministic sites.
     """
 
-    partition: Partition
+    partitions: tuple[Partition, ...]
     capacity: int
     blocks: tuple[AbstractBlock, ...]
+    memberships: tuple[Membership, ...]
     hyper: tuple[HyperSite, ...]
     imputed: tuple[str, ...]
     deterministic: tuple[str, ...]
 
     @property
+    def partition(self) -> Partition:
+        """The first of the partitions: the one of a mixture without views."""
+        return self.partitions[0]
+
+    @property
     def num_rows(self) -> int:
         return self.partition.num_rows
+
+    @property
+    def viewed(self) -> bool:
+        """Whether there are several partitions of the rows, or may be."""
+        return len(self.partitions) > 1 or self.partition.num_views is not None
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which features are in which views; None in a mixture without views."""
+        if not self.viewed:
+            return None
+        return Layout(
+            tuple(p.num_views or 1 for p in self.partitions),
+            tuple(p.num_elements for p in self.partitions),
+            self.memberships,
+        )
+
+    @property
+    def assigned(self) -> dict[str, tuple[int, ...]]:
+        """Names of the sites of labels, of rows and of features, with their shapes."""
+        rows = {p.name: p.shape for p in self.partitions}
+        features = {p.features: (p.num_elements,) for p in self.partitions}
+        features.pop(None, None)
+        return features | rows
 
     @property
     def cluster_sites(self) -> tuple[str, ...]:
@@ -114,7 +163,7 @@ class Plan:
         weights = self.partition.weights
         extra = () if weights is None else (weights,)
         return (
-            self.partition.name,
+            *self.assigned,
             *extra,
             *(site.name for site in self.hyper),
             *self.cluster_sites,
@@ -129,11 +178,14 @@ class Reading(NamedTuple):
     - **prior** - prior of the assignments.
     - **components** - for each block its hyperparameters and data.
     - **theta** - feasible values of the latent sites but the assignments, by name.
+    - **feature_priors** - of each site of views, the prior of the partition of features
+      into them; None if that is known.
     """
 
-    prior: PartitionDistribution | LabelledPrior
+    prior: Prior
     components: tuple[Component, ...]
     theta: dict[str, Array]
+    feature_priors: tuple[PartitionDistribution | None, ...] = ()
 
 
 def read(
@@ -176,9 +228,19 @@ def read(
         )
         components.append(Component(block, packed, data))
     return Reading(
-        prior=read_prior(plan.partition, trace),
+        prior=read_view_priors(plan, trace)
+        if plan.viewed
+        else read_prior(plan.partition, trace),
         components=tuple(components),
-        theta={name: trace[name]["value"] for name in plan.sampled[1:]},
+        theta={
+            name: trace[name]["value"]
+            for name in plan.sampled
+            if name not in plan.assigned
+        },
+        feature_priors=tuple(
+            None if p.features is None else peel(trace[p.features]["fn"])
+            for p in plan.partitions
+        ),
     )
 
 
@@ -204,8 +266,8 @@ def trace_at(
             return None
         if name in values:
             return values[name]
-        if name == plan.partition.name:
-            return jnp.zeros(plan.num_rows, jnp.int32)
+        if name in plan.assigned:
+            return jnp.zeros(plan.assigned[name], jnp.int32)
         return None if name in plan.imputed else init_to_feasible(site)
 
     if not visible:
@@ -231,8 +293,8 @@ def first_values(
     def pick(site):
         if site["type"] != "sample" or site["is_observed"]:
             return None
-        if site["name"] == plan.partition.name:
-            return jnp.zeros(plan.num_rows, jnp.int32)
+        if site["name"] in plan.assigned:
+            return jnp.zeros(plan.assigned[site["name"]], jnp.int32)
         if site["name"] not in names:
             return None if site["name"] in plan.imputed else init_to_feasible(site)
         return init_to_uniform(site)
@@ -300,6 +362,79 @@ def read_prior(
         for value in (weights.concentration1, weights.concentration0)
     )
     return StickBreakingWeights(a, b, partition.num_rows)
+
+
+def read_view_priors(plan: Plan, trace: Mapping[str, dict]) -> ViewPriors:
+    """The priors of the partitions of the rows in all views."""
+    return ViewPriors(
+        tuple(
+            each_view(read_prior(p, trace), p.num_views or 1) for p in plan.partitions
+        )
+    )
+
+
+def each_view(prior: PartitionDistribution, num_views: int) -> PartitionDistribution:
+    """The priors of the views, one without a batch for :func:`jax.vmap`: `prior` with
+    all its parameters ``[num_views, ...]``."""
+
+    def expand(fn):
+        batched = bool(fn.batch_shape)
+
+        def spread(leaf):
+            shape = jnp.shape(leaf)[1:] if batched else jnp.shape(leaf)
+            return jnp.broadcast_to(leaf, (num_views, *shape))
+
+        children, aux = fn.tree_flatten()
+        children = [
+            expand(child)
+            if isinstance(child, dist.Distribution)
+            else jax.tree.map(spread, child)
+            for child in children
+        ]
+        fields = type(fn).gather_pytree_aux_fields()
+        aux = [
+            () if f == "_batch_shape" else x for f, x in zip(fields, aux, strict=True)
+        ]
+        return type(fn).tree_unflatten(aux, children)
+
+    return expand(prior)
+
+
+def redraw(
+    rng_key: Array,
+    plan: Plan,
+    model: Model,
+    args: Args,
+    kwargs: Kwargs,
+    values: Mapping[str, Array],
+    vacant: Mapping[str, Array],
+) -> dict[str, Array]:
+    """
+    `values` with the hyperparameters of vacant views drawn from their prior: `vacant`
+    ``[views]``, by the name of the partition site.
+    """
+    own = {site.name: site.per_view for site in plan.hyper if site.per_view is not None}
+    if not own:
+        return dict(values)
+
+    def pick(site):
+        name = site["name"]
+        if site["type"] != "sample" or site["is_observed"] or name in own:
+            return None
+        if name in values:
+            return values[name]
+        if name in plan.assigned:
+            return jnp.zeros(plan.assigned[name], jnp.int32)
+        return None if name in plan.imputed else init_to_feasible(site)
+
+    with handlers.block():
+        trace = run_trace(model, args, kwargs, pick, rng_key)
+    new = dict(values)
+    for name, partition in own.items():
+        old = values[name]
+        where = vacant[partition].reshape(-1, *(1,) * (old.ndim - 1))
+        new[name] = jnp.where(where, trace[name]["value"].astype(old.dtype), old)
+    return new
 
 
 def prior_hyperparameters(

@@ -6,6 +6,10 @@
 Arrays only: what a move needs of the model is the partition's prior and a tuple of
 blocks (:mod:`numpyro_subanneal.conjugate.base`), each with hyperparameters and data.
 
+Where features are in several views (:mod:`numpyro_subanneal.views`), a row is assigned
+in all of them at once: they are independent given which features they have. Labels,
+counts and weights then have one more axis.
+
 One move of Obermeyer et al. (2014), section 2.3: row `r` leaves its cluster, row `a`
 joins cluster `k` with probability proportional to equation (*),
 ``weight(n_k) * p(x_a | rows of k)``, or opens a new one with probability proportional
@@ -21,7 +25,7 @@ from jax import lax, random
 import jax.numpy as jnp
 
 from numpyro_subanneal.compiling import hoist
-from numpyro_subanneal.conjugate.base import AbstractBlock, Observed
+from numpyro_subanneal.conjugate.base import AbstractBlock, ByView, Observed
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.subsample import (
     Churn,
@@ -32,9 +36,10 @@ from numpyro_subanneal.subsample import (
     over_chains,
 )
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.views import Layout, Seats, ViewPriors
 from numpyro_subanneal.weights import LabelledPrior
 
-Prior: TypeAlias = PartitionDistribution | LabelledPrior
+Prior: TypeAlias = PartitionDistribution | LabelledPrior | ViewPriors
 
 
 class Component(NamedTuple):
@@ -53,14 +58,19 @@ class Component(NamedTuple):
 
 class Clusters(NamedTuple):
     """
-    - **z** - cluster of each row, -1 for a row that is out, ``[N]``.
-    - **counts** - rows in each cluster, ``[K]``.
+    - **z** - cluster of each row, -1 for a row that is out: ``[N]``, or in each view,
+      ``[N, views]``. In a vacant view they mean nothing.
+    - **counts** - rows in each cluster, ``[K]`` or ``[views, K]``; none in a vacant
+      view.
     - **stats** - sufficient statistics, one entry a component.
+    - **labels** - views of the elements of each site of views, by their positions in
+      the site; empty without views.
     """
 
     z: Array
     counts: Array
     stats: tuple[Any, ...]
+    labels: tuple[Array, ...] = ()
 
 
 Law: TypeAlias = Callable[
@@ -69,12 +79,14 @@ Law: TypeAlias = Callable[
 """Called as ``law(values, like)``: prior and components at `values` of the
 hyperparameters, packed for statistics made under components `like`, if given."""
 
-Turn: TypeAlias = Callable[[Array, Any, Sequence[Component], Array, tuple], Any]
-"""Called as ``turn(rng_key, values, components, counts, stats)``: new values."""
+Turn: TypeAlias = Callable[[Array, Any, Sequence[Component], Clusters], Any]
+"""Called as ``turn(rng_key, values, components, clusters)``: new values; the clusters'
+assignments are left out."""
 
-Jump: TypeAlias = Callable[..., tuple[Clusters, Any]]
-"""Called as ``jump(rng_key, prior, components, clusters, subsample, record, due)``:
-clusters after moves of many rows at once, if they are due, and the new record."""
+Jump: TypeAlias = Callable[..., tuple[Any, Clusters, Any]]
+"""Called as ``jump(rng_key, values, prior, components, clusters, subsample, record,
+due)``: values and clusters after moves of many rows or of features at once, if they are
+due, and the new record."""
 
 
 class Step(NamedTuple):
@@ -123,21 +135,42 @@ def widths(capacity: int) -> tuple[int, ...]:
     return (*ladder, capacity)
 
 
-def collect(components: Sequence[Component], z: Array, capacity: int) -> Clusters:
-    """The clusters of assignments `z` ``[N]``, counted from the data."""
-    counts = jnp.zeros(capacity, jnp.int32)
-    counts = counts.at[jnp.where(z < 0, capacity, z)].add(1, mode="drop")
+def collect(
+    components: Sequence[Component],
+    z: Array,
+    capacity: int,
+    layout: Layout | None = None,
+    labels: tuple[Array, ...] = (),
+) -> Clusters:
+    """The clusters of assignments `z`, counted from the data."""
+    if layout is None:
+        counts = jnp.zeros(capacity, jnp.int32)
+        counts = counts.at[jnp.where(z < 0, capacity, z)].add(1, mode="drop")
+        views = [None] * len(components)
+    else:
+        occupied = layout.num_features(labels) > 0
+        counts = jnp.where(occupied[:, None], count_views(z, capacity), 0)
+        views = [ByView.make(index, layout.num_views) for index in layout.index(labels)]
 
     def add_row(n, stats):
-        live = z[n] >= 0
+        live = jnp.max(z[n]) >= 0
         k = jnp.maximum(z[n], 0)
         return tuple(
-            c.block.add(c.hyper, s, c.block.row(c.hyper, c.data, n), k, live)
-            for c, s in zip(components, stats, strict=True)
+            c.block.add(c.hyper, s, c.block.row(c.hyper, c.data, n), k, live, view)
+            for c, s, view in zip(components, stats, views, strict=True)
         )
 
     stats = tuple(c.block.empty(c.hyper, capacity) for c in components)
-    return Clusters(z, counts, lax.fori_loop(0, z.shape[0], add_row, stats))
+    stats = lax.fori_loop(0, z.shape[0], add_row, stats)
+    return Clusters(z, counts, stats, labels)
+
+
+def count_views(z: Array, capacity: int) -> Array:
+    """Rows in each cluster of each view, ``[views, K]``."""
+    num_views = z.shape[1]
+    k = jnp.where(z < 0, capacity, z)
+    counts = jnp.zeros((num_views, capacity), jnp.int32)
+    return counts.at[jnp.arange(num_views), k].add(1, mode="drop")
 
 
 def run_step(
@@ -153,6 +186,8 @@ def run_step(
     since: Array | int = 0,
     jump: Jump | None = None,
     record: Any = None,
+    layout: Layout | None = None,
+    labels: tuple[Array, ...] = (),
 ) -> Step:
     """
     Make the moves of one step.
@@ -163,7 +198,8 @@ def run_step(
     :param rng_key: key.
     :param law: what the model says at given values of its hyperparameters.
     :param values: these values, or any pytree that `law` and `turn` know.
-    :param z: assignments ``[N]``, below `capacity`; -1 for rows out of the subsample.
+    :param z: assignments ``[N]`` or ``[N, views]``, below `capacity`; -1 for rows out
+        of the subsample.
     :param int capacity: number of clusters that can be represented.
     :param subsample: which rows are in.
     :param added: number of rows to add.
@@ -172,11 +208,16 @@ def run_step(
     :param since: rows that have moved since the last turn.
     :param jump: moves of many rows at once, made at each turn before those.
     :param record: what `jump` is given the first time.
+    :param layout: of features in views, if they are.
+    :param labels: views of the elements of each site of views.
     """
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
+    if layout is not None:
+        # So that the random numbers are no more than without views.
+        chunk = min(chunk, max(_NOISE_MOVES, _CHUNK // layout.num_views))
     prior, start = law(values, None)
-    clusters = collect(start, z, capacity)
+    clusters = collect(start, z, capacity, layout, labels)
     turns = turn is not None or jump is not None
     if turn is None:
 
@@ -184,7 +225,7 @@ def run_step(
             return prior, start
     else:
         law_now = hoist(lambda values: law(values, start), values)
-        held = start, clusters.counts, clusters.stats
+        held = start, _without_rows(clusters)
         make_turn = hoist(partial(_make_turn, law, turn), rng_key, values, *held)
 
     def unfinished(carry):
@@ -199,17 +240,19 @@ def run_step(
             most = jnp.clip(subsample.size - since, 1, most)
         subsample, churn, moves = draw_moves(key_churn, subsample, churn, chunk, most)
         prior, components = law_now(values)
-        clusters, more = _run_moves(key_moves, prior, components, clusters, moves)
+        clusters, more = _run_moves(
+            key_moves, prior, components, clusters, moves, layout
+        )
         if turns:
             since = since + moves.count
             due = (since >= subsample.size) & (moves.count > 0)
             since = jnp.where(due, 0, since)
         if jump is not None:
-            clusters, record = jump(
-                key_jump, prior, components, clusters, subsample, record, due
+            values, clusters, record = jump(
+                key_jump, values, prior, components, clusters, subsample, record, due
             )
         if turn is not None:
-            held = components, clusters.counts, clusters.stats
+            held = components, _without_rows(clusters)
             values, stats = lax.cond(
                 due,
                 lambda: make_turn(key_turn, values, *held),
@@ -232,12 +275,16 @@ def run_step(
     return Step(clusters, values, prior, components, subsample, since, refused, record)
 
 
-def _make_turn(law, turn, rng_key, values, components, counts, stats):
-    values = turn(rng_key, values, components, counts, stats)
+def _without_rows(clusters: Clusters) -> Clusters:
+    return clusters._replace(z=jnp.zeros(0, jnp.int32))
+
+
+def _make_turn(law, turn, rng_key, values, components, clusters):
+    values = turn(rng_key, values, components, clusters)
     _, new = law(values, components)
     stats = tuple(
         a.block.rebase(a.hyper, b.hyper, s)
-        for a, b, s in zip(components, new, stats, strict=True)
+        for a, b, s in zip(components, new, clusters.stats, strict=True)
     )
     return values, stats
 
@@ -245,8 +292,9 @@ def _make_turn(law, turn, rng_key, values, components, counts, stats):
 class _Loop(NamedTuple):
     """
     What moves at one width carry: `position` in the chunk, tables of that width, and
-    the cluster `k` of the row that leaves next, read ahead. (Read in its own move, XLA
-    may fuse the read past the write of `z`, and then copies `z` at every move.)
+    the cluster `k` of the row that leaves next (in each view), read ahead. (Read in its
+    own move, XLA may fuse the read past the write of `z`, and then copies `z` at every
+    move.)
     """
 
     position: Array
@@ -263,13 +311,26 @@ def _run_moves(
     components: Sequence[Component],
     clusters: Clusters,
     moves: Moves,
+    layout: Layout | None,
 ) -> tuple[Clusters, Array]:
-    capacity = clusters.counts.shape[0]
+    capacity = clusters.counts.shape[-1]
     # The components of a labelled prior are all there, occupied or not.
     labelled = isinstance(prior, LabelledPrior)
     ladder = (capacity,) if labelled else widths(capacity)
     chunk = moves.enters.shape[0]
-    num_blocks = -(-capacity // _NOISE)
+    # Of each rung: how many views there are, how many clusters, and blocks of noise.
+    rungs = [(None, width, -(-width // _NOISE)) for width in ladder]
+    seats = None
+    if layout is not None:
+        rungs = [
+            (views, width, sum(layout.narrowed(views)) * blocks)
+            for views in layout.widths
+            for _, width, blocks in rungs
+        ]
+        views_needed = over_chains(layout.most_occupied(clusters.labels))
+        view_rung = jnp.searchsorted(jnp.asarray(layout.widths), views_needed)
+        seats = {v: layout.seats(clusters.labels, v) for v in layout.widths}
+    num_blocks = max(blocks for _, _, blocks in rungs)
     piece = min(_NOISE_MOVES, chunk)
     num_pieces = -(-chunk // piece)
     pieces = over_chains(-(-moves.count // piece))
@@ -282,8 +343,15 @@ def _run_moves(
         # Each segment ends with the chunk, or when its width has no room left; then the
         # next goes on at a larger width.
         position, clusters, refused, noise, segment = carry
-        needed = over_chains(_room(clusters.counts))
-        rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
+        if layout is None:
+            needed = over_chains(_room(clusters.counts))
+            rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
+        else:
+            whole = seats[layout.widths[-1]]
+            room = jax.vmap(_room)(clusters.counts[whole.active])
+            needed = over_chains(jnp.max(jnp.where(whole.occupied, room, 0)))
+            rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
+            rung = view_rung * len(ladder) + rung
 
         def fill(i, noise):
             key = random.fold_in(rng_key, segment * num_blocks * num_pieces + i)
@@ -292,16 +360,19 @@ def _run_moves(
             zero = jnp.zeros_like(first)
             return lax.dynamic_update_slice(noise, part, (block, first, zero))
 
-        used = -(-jnp.asarray(ladder)[rung] // _NOISE)
+        used = jnp.asarray([blocks for *_, blocks in rungs])[rung]
         noise = lax.fori_loop(0, used * pieces, fill, noise)
-        for i, width in enumerate(ladder):
+        for i, (views, width, _) in enumerate(rungs):
             position, clusters, refused = _run_at_width(
-                prior,
+                prior
+                if views is None
+                else prior.take(seats[views].active, layout.narrowed(views)),
                 components,
                 (position, clusters, refused),
                 moves,
                 noise,
                 width,
+                None if views is None else seats[views],
                 selected=rung == i,
             )
         return position, clusters, refused, noise, segment + 1
@@ -350,29 +421,38 @@ def _room(counts: Array) -> Array:
     return jnp.maximum(last, occupied + 2 + occupied // 8)
 
 
-def _run_at_width(prior, components, carry, moves, noise, width, selected):
+def _run_at_width(
+    prior, components, carry, moves, noise, width, seats: Seats | None, selected
+):
     """
-    Moves from `position` on while there is room in `width` clusters, if `selected`.
+    Moves from `position` on while there is room in `width` clusters, if `selected`; in
+    views, in those that `seats` has.
 
     Not selected means no iteration, rather than a branch of `lax.cond`: a branch would
     copy the assignments. What is made ahead of the loop is small.
     """
     position, clusters, refused = carry
     num_rows = clusters.z.shape[0]
-    capacity = clusters.counts.shape[0]
-    narrow = Clusters(
-        clusters.z,
-        clusters.counts[:width],
-        jax.tree.map(lambda s: s[..., :width], clusters.stats),
+    capacity = clusters.counts.shape[-1]
+    every = slice(None) if seats is None else seats.active
+    real = jnp.asarray(True) if seats is None else seats.occupied
+    by_view = [None] * len(components) if seats is None else seats.views
+    narrow = clusters._replace(
+        counts=clusters.counts[..., :width]
+        if seats is None
+        else clusters.counts[every, :width],
+        stats=jax.tree.map(lambda s: s[..., :width], clusters.stats),
     )
     tables = tuple(
         c.block.tables(c.hyper, s)
         for c, s in zip(components, narrow.stats, strict=True)
     )
-    occupied = (narrow.counts > 0).sum(dtype=jnp.int32)
+
+    def count_occupied(counts):
+        return jnp.where(real, (counts > 0).sum(-1, dtype=jnp.int32), 0)
 
     def live(loop):
-        room = (width == capacity) | (loop.occupied < width)
+        room = (width == capacity) | (loop.occupied < width).all()
         return selected & room & (loop.position < moves.count)
 
     def any_live(loop):
@@ -380,13 +460,20 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
 
     slots = jnp.arange(width, dtype=jnp.int32)
     num_blocks = -(-width // _NOISE)
+    num_views = () if seats is None else (len(seats.active),)
 
     def leaving_from(z, position):
         # Past the chunk's end this is never used.
-        return z[jnp.maximum(moves.leaves[position], 0)]
+        k = z[jnp.maximum(moves.leaves[position], 0)]
+        return k if seats is None else k[every]
+
+    def in_all_views(k):
+        if seats is None:
+            return k
+        return jnp.zeros(clusters.z.shape[1], jnp.int32).at[every].set(k)
 
     def move(loop):
-        z, counts, stats = loop.clusters
+        z, counts, stats, labels = loop.clusters
         on = live(loop)
         leaves = moves.leaves[loop.position]
         enters = moves.enters[loop.position]
@@ -394,13 +481,15 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
         # Obermeyer et al. (2014), Anneal Subsample, line 6: remove.
         leaving = on & (leaves >= 0)
         row = jnp.maximum(leaves, 0)
-        k = jnp.where(leaving, loop.k, 0)
-        counts = counts - jnp.where(leaving & (slots == k), 1, 0)
+        k = jnp.where(leaving & real, loop.k, 0)
+        counts = counts - jnp.where(_one(leaving & real) & (slots == _one(k)), 1, 0)
         free = counts == 0
-        occupied = width - free.sum(dtype=jnp.int32)
+        occupied = width - free.sum(-1, dtype=jnp.int32)
         taken = [
-            c.block.take(c.hyper, s, c.block.row(c.hyper, c.data, row), k, leaving)
-            for c, s in zip(components, stats, strict=True)
+            c.block.take(
+                c.hyper, s, c.block.row(c.hyper, c.data, row), k, leaving, view
+            )
+            for c, s, view in zip(components, stats, by_view, strict=True)
         ]
 
         # Line 8: assign, with probabilities (*). The new cluster is the first free
@@ -410,26 +499,30 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
             log_weight = prior.log_weights(counts)
             full = jnp.asarray(False)
         else:
-            slot = jnp.min(jnp.where(free, slots, width))
-            log_weight_new = prior.log_weight_new(occupied, counts.sum())
+            slot = jnp.min(jnp.where(free, slots, width), -1)
+            log_weight_new = prior.log_weight_new(occupied, counts.sum(-1))
             log_weight = jnp.where(
-                slots == slot, log_weight_new, prior.log_weight_existing(counts)
+                slots == _one(slot),
+                _one(log_weight_new),
+                prior.log_weight_existing(counts),
             )
             full = (slot == width) & (log_weight_new > -jnp.inf)
         xs = [c.block.row(c.hyper, c.data, enters) for c in components]
-        for c, s, t, out, x in zip(
-            components, stats, loop.tables, taken, xs, strict=True
-        ):
-            log_weight = log_weight + c.block.score(c.hyper, s, t, out, x)
+        parts = list(
+            zip(components, stats, loop.tables, taken, xs, by_view, strict=True)
+        )
+        for c, s, t, out, x, view in parts:
+            log_weight = log_weight + c.block.score(c.hyper, s, t, out, x, view)
         # Gumbel-max.
-        gumbel = noise[:num_blocks, loop.position].reshape(-1)[:width]
-        k = jnp.argmax(log_weight + gumbel).astype(jnp.int32)
-        counts = counts + jnp.where(on & (slots == k), 1, 0)
+        num_noise = num_blocks * (num_views[0] if num_views else 1)
+        gumbel = noise[:num_noise, loop.position].reshape(*num_views, -1)[..., :width]
+        k = jnp.argmax(log_weight + gumbel, -1).astype(jnp.int32)
+        if seats is not None:
+            k = jnp.where(real, k, 0)
+        counts = counts + jnp.where(_one(on & real) & (slots == _one(k)), 1, 0)
         changed = [
-            c.block.put(c.hyper, s, t, out, x, k, on)
-            for c, s, t, out, x in zip(
-                components, stats, loop.tables, taken, xs, strict=True
-            )
+            c.block.put(c.hyper, s, t, out, x, k, on, view)
+            for c, s, t, out, x, view in parts
         ]
         stats, tables = zip(*changed, strict=True)
 
@@ -439,15 +532,18 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
                 jnp.where(on, enters, num_rows),
             ]
         )
-        z = z.at[where].set(jnp.stack([jnp.int32(-1), k]), mode="drop")
+        k_all = in_all_views(k)
+        z = z.at[where].set(jnp.stack([jnp.full_like(k_all, -1), k_all]), mode="drop")
         position = loop.position + jnp.where(on, 1, 0)
         return _Loop(
             position,
             leaving_from(z, position),
-            Clusters(z, counts, stats),
+            Clusters(z, counts, stats, labels),
             tables,
-            occupied + jnp.where(on & (k == slot), 1, 0),
-            loop.refused + jnp.where(on & full, 1, 0),
+            loop.occupied + jnp.where(on & real & (k == slot), 1, 0)
+            if seats is None
+            else count_occupied(counts),
+            loop.refused + jnp.where(on & full & real, 1, 0).sum(dtype=jnp.int32),
         )
 
     start = _Loop(
@@ -455,50 +551,83 @@ def _run_at_width(prior, components, carry, moves, noise, width, selected):
         leaving_from(clusters.z, position),
         narrow,
         tables,
-        occupied,
+        count_occupied(narrow.counts),
         refused,
     )
     loop = lax.while_loop(any_live, move, start)
-    clusters = Clusters(
-        loop.clusters.z,
-        clusters.counts.at[:width].set(loop.clusters.counts),
-        jax.tree.map(
+    clusters = clusters._replace(
+        z=loop.clusters.z,
+        counts=clusters.counts.at[..., :width].set(loop.clusters.counts)
+        if seats is None
+        else clusters.counts.at[every, :width].set(loop.clusters.counts),
+        stats=jax.tree.map(
             lambda s, w: s.at[..., :width].set(w), clusters.stats, loop.clusters.stats
         ),
     )
     return loop.position, clusters, loop.refused
 
 
-def relabel(clusters: Clusters) -> Clusters:
-    """Clusters numbered by the first row that they hold; empty ones last."""
-    z, counts, stats = clusters
-    capacity = counts.shape[0]
-    num_rows = z.shape[0]
-    first = jnp.full(capacity, num_rows, jnp.int32)
-    first = first.at[jnp.where(z < 0, capacity, z)].min(
-        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
+def _one(x: Array) -> Array:
+    """With one more axis, for the clusters."""
+    return x[..., None]
+
+
+def relabel(
+    clusters: Clusters,
+    layout: Layout | None = None,
+    components: Sequence[Component] = (),
+) -> Clusters:
+    """Clusters numbered by the first row that they hold, in each view; empty ones
+    last."""
+    z, counts, stats, labels = clusters
+
+    def one(z, capacity):
+        num_rows = z.shape[0]
+        first = jnp.full(capacity, num_rows, jnp.int32)
+        first = first.at[jnp.where(z < 0, capacity, z)].min(
+            jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
+        )
+        order = jnp.argsort(first)
+        label = (
+            jnp.zeros(capacity, jnp.int32)
+            .at[order]
+            .set(jnp.arange(capacity, dtype=jnp.int32), unique_indices=True)
+        )
+        return jnp.where(z < 0, -1, label[jnp.maximum(z, 0)]), order
+
+    capacity = counts.shape[-1]
+    if layout is None:
+        z, order = one(z, capacity)
+        stats = jax.tree.map(lambda s: s[..., order], stats)
+        return Clusters(z, counts[order], stats, labels)
+    z, order = jax.vmap(partial(one, capacity=capacity), 1, (1, 0))(z)
+    stats = tuple(
+        c.block.reorder(s, order[view])
+        for c, s, view in zip(components, stats, layout.index(labels), strict=True)
     )
-    order = jnp.argsort(first)
-    label = (
-        jnp.zeros(capacity, jnp.int32)
-        .at[order]
-        .set(jnp.arange(capacity, dtype=jnp.int32), unique_indices=True)
-    )
-    return Clusters(
-        jnp.where(z < 0, -1, label[jnp.maximum(z, 0)]),
-        counts[order],
-        jax.tree.map(lambda s: s[..., order], stats),
-    )
+    return Clusters(z, jnp.take_along_axis(counts, order, -1), stats, labels)
 
 
 def log_joint(
-    prior: Prior, components: Sequence[Component], clusters: Clusters
+    prior: Prior,
+    components: Sequence[Component],
+    clusters: Clusters,
+    layout: Layout | None = None,
 ) -> Array:
     """
     Log probability of the partition and of the rows that are in, cluster parameters
-    integrated out.
+    integrated out. In views: of the partition of each view that is not vacant.
     """
     occupied = clusters.counts > 0
+    if layout is not None:
+        total = jnp.where(
+            layout.num_features(clusters.labels) > 0, prior.log_eppf(clusters.counts), 0
+        ).sum()
+        index = layout.index(clusters.labels)
+        for c, s, view in zip(components, clusters.stats, index, strict=True):
+            each = c.block.log_marginals(c.hyper, s)
+            total += jnp.where(occupied[view], each, 0).sum()
+        return total
     if isinstance(prior, LabelledPrior):
         total = prior.log_prob(clusters.counts)
     else:

@@ -50,6 +50,7 @@ class Site:
     - **discrete**, **finite** - whether its values are discrete, and whether they can
       be enumerated.
     - **masked**, **scaled** - whether its log density is masked or scaled.
+    - **plates** - those that it is in, each with the axis of its value.
     - **upstream** - latent sites that its distribution depends on directly.
     - **mask_upstream** - those that its mask depends on.
     """
@@ -66,6 +67,7 @@ class Site:
     finite: bool
     masked: bool
     scaled: bool
+    plates: Mapping[str, int]
     upstream: tuple[str, ...] = ()
     mask_upstream: tuple[str, ...] = ()
 
@@ -173,8 +175,8 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
             raise
         raise NotRecognised(
             f"Plate '{plate}' of the model has size 0. The plate of the clusters must "
-            "hold at least one (its size is the capacity), and so must that of the "
-            "rows."
+            "hold at least one (its size is the capacity), and so must those of rows "
+            "and of views."
         ) from error
     except ValueError as error:
         site = _partly_masked(error)
@@ -218,6 +220,11 @@ def _site(name: str, site: dict) -> Site:
         finite=bool(base.has_enumerate_support) and base.event_dim == 0,
         masked=bool(masks(site["fn"])),
         scaled=site["scale"] is not None,
+        # NB: a plate's `dim` counts from the end of the batch.
+        plates={
+            frame.name: len(site["fn"].batch_shape) + frame.dim
+            for frame in site["cond_indep_stack"]
+        },
     )
 
 

@@ -48,6 +48,7 @@ SITES = {"z", "var", "loc"}
 FIELDS = {
     "log_joint",
     "num_clusters",
+    "num_views",
     "subsample_size",
     "capacity_reached",
     "num_splits",

@@ -318,13 +318,6 @@ def partition_in_a_plate(x):
     numpyro.sample("x", dist.Normal(loc[z[0]], jnp.sqrt(var[z[1]])), obs=x)
 
 
-def partition_of_parameters_with_a_batch(x):
-    loc, var = normal_prior()
-    prior = ChineseRestaurantProcess(jnp.ones(3), size=len(x))
-    z = numpyro.sample("z", prior)
-    numpyro.sample("x", dist.Normal(loc[z[0]], jnp.sqrt(var[z[0]])), obs=x)
-
-
 def partition_that_nothing_uses(x):
     crp(x)
     loc, var = normal_prior()
@@ -506,11 +499,6 @@ REFUSED = {
     ),
     "two partitions": (two_partitions, (X1,), ["'first'", "'second'", "exactly one"]),
     "partition in a plate": (partition_in_a_plate, (X1,), ["'z'", "(2, 6)", "plate"]),
-    "batch of partitions": (
-        partition_of_parameters_with_a_batch,
-        (X1,),
-        ["'z'", "(3, 6)", "scalar"],
-    ),
     "unused partition": (partition_that_nothing_uses, (X1,), ["'z'", "loc[z]"]),
     # Cluster parameters that the partition does not index.
     "loc[0]": (

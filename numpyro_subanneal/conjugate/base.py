@@ -10,7 +10,7 @@ author of a pair writes the first; :class:`DenseBlock` makes the second out of i
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -264,11 +264,44 @@ class Observed(NamedTuple):
     given: tuple[Array, ...] = ()
 
 
+class ByView(NamedTuple):
+    """
+    Features that are in different views, each with clusters of its own.
+
+    - **index** - view of each feature, ``[features]``.
+    - **member** - the same as ones and zeros, ``[views, features]``.
+    """
+
+    index: Array
+    member: Array
+
+    @classmethod
+    def make(cls, index: Array, num_views: int) -> "ByView":
+        member = index == jnp.arange(num_views)[:, None]
+        return cls(index, member.astype(jnp.result_type(float)))
+
+
+def at_features(k: Array, view: ByView | None) -> Array:
+    """A cluster, or one for each view ``[views]``, as the cluster of each feature."""
+    return k if view is None else k[view.index]
+
+
+def sum_features(each: Array, view: ByView | None) -> Array:
+    """Sum over features, the first axis; of each view apart, ``[views, ...]``."""
+    if view is None:
+        return each.sum(0)
+    return jax.ops.segment_sum(each, view.index, view.member.shape[0])
+
+
 class AbstractBlock(ABC):
     """
     All features of one pair, for all clusters: statistics, cached score tables and what
     a Gibbs move does to them. Clusters are the last axis of every array, so that
     scoring a row walks memory in order and unused capacity is a slice away.
+
+    Where features are in different views, a row is in a cluster of each of them: `k`
+    is then ``[views]``, and so are scores, ``[views, clusters]``. Statistics are those
+    of each feature under the clusters of the view that it is in.
     """
 
     pair: AbstractConjugatePair
@@ -297,6 +330,10 @@ class AbstractBlock(ABC):
         under `new`, which `repack` made."""
         del old, new
         return stats
+
+    def apart(self) -> "AbstractBlock":
+        """The block, fit for features that are in different views."""
+        return self
 
     @abstractmethod
     def part(
@@ -331,7 +368,49 @@ class AbstractBlock(ABC):
         """Statistics of `num_clusters` clusters without rows."""
 
     @abstractmethod
-    def add(self, hyper: Any, stats: Any, x: Any, k: Array, live: Array) -> Any:
+    def some(self, num: int) -> "AbstractBlock":
+        """A block for `num` of the features, whichever, that is :meth:`apart`."""
+
+    @abstractmethod
+    def gather_hyper(self, hyper: Any, index: Array) -> Any:
+        """Hyperparameters of the features `index` ``[num]``, for :meth:`some`."""
+
+    @abstractmethod
+    def gather_row(
+        self, hyper: Any, data: Sequence[Observed], n: Array, index: Array, live: Array
+    ) -> Any:
+        """Row `n` of the features `index`, those not `live` ``[num]`` masked, for
+        :meth:`some`; `hyper` is what `gather_hyper` gave."""
+
+    @abstractmethod
+    def gather(self, hyper: Any, stats: Any, index: Array, live: Array) -> Any:
+        """Statistics of the features `index`, for :meth:`some`; of no rows where not
+        `live`. `hyper` is what `gather_hyper` gave."""
+
+    @abstractmethod
+    def scatter(self, stats: Any, part: Any, index: Array, live: Array) -> Any:
+        """`stats`, with those that are `live` of the features `index` as in `part`."""
+
+    @abstractmethod
+    def choose(self, stats: Any, view: Array) -> Any:
+        """Statistics of each feature out of those of its view ``[features]``: `stats`
+        have a first axis, the views."""
+
+    @abstractmethod
+    def reorder(self, stats: Any, order: Array) -> Any:
+        """Statistics with the clusters of each feature in the `order` ``[features,
+        clusters]``; of a block that is :meth:`apart`."""
+
+    @abstractmethod
+    def add(
+        self,
+        hyper: Any,
+        stats: Any,
+        x: Any,
+        k: Array,
+        live: Array,
+        view: ByView | None = None,
+    ) -> Any:
         """Statistics after row `x` joined cluster `k`; unchanged where not `live`."""
 
     @abstractmethod
@@ -347,11 +426,27 @@ class AbstractBlock(ABC):
     # when a read can be fused past a write.
 
     @abstractmethod
-    def take(self, hyper: Any, stats: Any, x: Any, k: Array, live: Array) -> Any:
+    def take(
+        self,
+        hyper: Any,
+        stats: Any,
+        x: Any,
+        k: Array,
+        live: Array,
+        view: ByView | None = None,
+    ) -> Any:
         """Row `x` taken out of cluster `k` (if `live`), as the next two need it."""
 
     @abstractmethod
-    def score(self, hyper: Any, stats: Any, tables: Any, taken: Any, x: Any) -> Array:
+    def score(
+        self,
+        hyper: Any,
+        stats: Any,
+        tables: Any,
+        taken: Any,
+        x: Any,
+        view: ByView | None = None,
+    ) -> Array:
         """
         Log predictive density of row `x` in every cluster, ``[clusters]``, with `taken`
         out; None if nothing is.
@@ -367,6 +462,7 @@ class AbstractBlock(ABC):
         x: Any,
         k: Array,
         live: Array,
+        view: ByView | None = None,
     ) -> tuple[Any, Any]:
         """Statistics and tables with `taken` out and row `x` in cluster `k` (if
         `live`)."""
@@ -378,14 +474,20 @@ class AbstractBlock(ABC):
         """Statistics and tables after row `x` joined each of the different clusters
         `ks` ``[some]``; unchanged where not `live`."""
 
-    @abstractmethod
     def log_marginal(self, hyper: Any, stats: Any) -> Array:
         """Log marginal likelihood of every cluster's rows: ``[clusters]``."""
+        return self.log_marginals(hyper, stats).sum(0)
+
+    @abstractmethod
+    def log_marginals(self, hyper: Any, stats: Any) -> Array:
+        """Log marginal likelihood of each feature's values in every cluster:
+        ``[features, clusters]``."""
 
     @abstractmethod
     def evidence(self, like: Any, hyper: Any, stats: Any, occupied: Array) -> Array:
         """
-        Log marginal likelihood of each feature's values in the `occupied` clusters,
+        Log marginal likelihood of each feature's values in the `occupied` clusters
+        (``[clusters]``, or those of each feature, ``[features, clusters]``),
         ``[features]``, under `hyper`, up to a constant that depends on neither `hyper`
         nor what `stats`, made under `like`, are compared with: differences between
         hyperparameters are right to rounding, however many rows there are.
@@ -486,8 +588,11 @@ class DenseBlock(AbstractBlock):
         return DenseHyper(values, origin)
 
     def row(self, hyper, data, n):
+        x, given, live = self._observed(data, n)
+        return self._cells(hyper, x, given, live)
+
+    def _observed(self, data, n):
         x, live = self._values(data, n)
-        kind = float if jnp.issubdtype(x.dtype, jnp.floating) else int
         given = [
             _join(
                 jnp.broadcast_to(_row(g, n), site.feature_shape).reshape(-1)
@@ -495,6 +600,10 @@ class DenseBlock(AbstractBlock):
             )
             for parts in zip(*(d.given for d in data), strict=True)
         ]
+        return x, given, live
+
+    def _cells(self, hyper, x, given, live):
+        kind = float if jnp.issubdtype(x.dtype, jnp.floating) else int
         cell = jax.vmap(self.pair.cell)(
             hyper.values, x.astype(jnp.result_type(kind)), *given
         )
@@ -513,13 +622,52 @@ class DenseBlock(AbstractBlock):
             lambda c: jnp.broadcast_to(c[..., None], (*c.shape, num_clusters)), column
         )
 
-    def add(self, hyper, stats, x, k, live):
-        column = self._step(self.pair.add, hyper, _read(stats, k), x, live)
-        return jax.tree.map(
-            lambda s, c: lax.dynamic_update_index_in_dim(s, c, k, axis=-1),
-            stats,
-            column,
+    def some(self, num):
+        site = self.sites[0]
+        return DenseBlock(
+            self.pair, (replace(site, name="", feature_shape=(num,), masked=True),)
         )
+
+    def gather_hyper(self, hyper, index):
+        return jax.tree.map(lambda h: h[index], hyper)
+
+    def gather_row(self, hyper, data, n, index, live):
+        x, given, unmasked = self._observed(data, n)
+        live = live if unmasked is None else live & unmasked[index]
+        return self._cells(hyper, x[index], [g[index] for g in given], live)
+
+    def gather(self, hyper, stats, index, live):
+        nothing = self.empty(hyper, 1)
+        return jax.tree.map(
+            lambda s, e: jnp.where(live[:, None], s[:, index], e), stats, nothing
+        )
+
+    def scatter(self, stats, part, index, live):
+        where = jnp.where(live, index, self.num_features)
+        return jax.tree.map(
+            lambda s, p: s.at[:, where].set(p, mode="drop"), stats, part
+        )
+
+    def choose(self, stats, view):
+        each = np.arange(self.num_features)
+        return jax.tree.map(lambda s: jnp.moveaxis(s[view, :, each], 0, 1), stats)
+
+    def reorder(self, stats, order):
+        return jax.tree.map(
+            lambda s: jnp.take_along_axis(s, order[None], axis=-1), stats
+        )
+
+    def add(self, hyper, stats, x, k, live, view=None):
+        k = at_features(k, view)
+        column = self._step(self.pair.add, hyper, _read(stats, k), x, live)
+        if view is None:
+            return jax.tree.map(
+                lambda s, c: lax.dynamic_update_index_in_dim(s, c, k, axis=-1),
+                stats,
+                column,
+            )
+        each = jnp.arange(self.num_features)
+        return jax.tree.map(lambda s, c: s.at[:, each, k].set(c), stats, column)
 
     def merge(self, hyper, a, b):
         unpack = self._layout(hyper)
@@ -532,11 +680,12 @@ class DenseBlock(AbstractBlock):
     def tables(self, hyper, stats):
         return jax.vmap(lambda s: self._table(hyper, s), in_axes=-1, out_axes=-1)(stats)
 
-    def take(self, hyper, stats, x, k, live):
-        column = self._step(self.pair.remove, hyper, _read(stats, k), x, live)
+    def take(self, hyper, stats, x, k, live, view=None):
+        column = _read(stats, at_features(k, view))
+        column = self._step(self.pair.remove, hyper, column, x, live)
         return Taken(k, column, self._table(hyper, column))
 
-    def score(self, hyper, stats, tables, taken, x):
+    def score(self, hyper, stats, tables, taken, x, view=None):
         del stats
         unpack = self._table_layout(hyper)
 
@@ -547,26 +696,29 @@ class DenseBlock(AbstractBlock):
         each = jax.vmap(over_clusters, in_axes=(1, 0))(tables, x.cell)
         if x.live is not None:
             each = jnp.where(x.live[:, None], each, 0)
+        each = sum_features(each, view)
         if taken is None:
-            return each.sum(0)
+            return each
         own = jax.vmap(one, in_axes=(-1, 0))(taken.table, x.cell)
         if x.live is not None:
             own = jnp.where(x.live, own, 0)
-        each, own = each.sum(0), own.sum()
-        return jnp.where(jnp.arange(each.shape[0]) == taken.k, own, each)
+        return put_own(each, taken.k, sum_features(own, view))
 
-    def put(self, hyper, stats, tables, taken, x, k, live):
-        same = k == taken.k
+    def put(self, hyper, stats, tables, taken, x, k, live, view=None):
+        was, k = at_features(taken.k, view), at_features(k, view)
+        same = k == was
         column = jax.tree.map(
             lambda t, s: jnp.where(same, t, s), taken.column, _read(stats, k)
         )
         column = self._step(self.pair.add, hyper, column, x, live)
         table = self._table(hyper, column)
-        ks = jnp.stack([taken.k, k])
+        ks = jnp.stack([was, k], -1)
+        each = jnp.arange(self.num_features)[:, None]
+        where = (Ellipsis, ks) if view is None else (slice(None), each, ks)
 
         def write(array, left, joined):
             columns = jnp.stack([jnp.where(same, joined, left), joined], -1)
-            return array.at[..., ks].set(columns)
+            return array.at[where].set(columns)
 
         stats = jax.tree.map(write, stats, taken.column, column)
         return stats, write(tables, taken.table, table)
@@ -581,15 +733,15 @@ class DenseBlock(AbstractBlock):
         stats = jax.tree.map(lambda s, c: s.at[..., ks].set(c), stats, columns)
         return stats, tables.at[..., ks].set(table)
 
-    def log_marginal(self, hyper, stats):
-        return self._map(self.pair.log_marginal, hyper, stats).sum(1)
+    def log_marginals(self, hyper, stats):
+        return self._map(self.pair.log_marginal, hyper, stats).T
 
     def evidence(self, like, hyper, stats, occupied):
         rebased = self.rebase(like, hyper, stats)
         # The difference is taken by cluster: sums over many rows have few digits left.
         change = self._map(self.pair.log_marginal, hyper, rebased)
         change = change - self._map(self.pair.log_marginal, like, stats)
-        return jnp.where(occupied[:, None], change, 0).sum(0)
+        return jnp.where(occupied, change.T, 0).sum(1)
 
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)
@@ -715,9 +867,18 @@ def _unpacker(like: Sequence[Any]) -> Callable[[tuple[Array, ...]], tuple[Array,
     return unpack
 
 
+def put_own(scores: Array, k: Array, own: Array) -> Array:
+    """`scores` ``[..., clusters]`` with those of clusters `k` ``[...]`` replaced."""
+    slots = jnp.arange(scores.shape[-1])
+    return jnp.where(slots == k[..., None], own[..., None], scores)
+
+
 def _read(stats: Any, k: Array) -> Any:
     # NB: a gather, which one index would not be. XLA fuses a dynamic slice into all its
     # users, some of them past a later write, and then copies the array at every move.
+    if k.ndim > 0:
+        each = jnp.arange(k.shape[0])
+        return jax.tree.map(lambda s: s.at[:, each, k].get(mode="clip"), stats)
     ks = jnp.stack([k, k])
     return jax.tree.map(lambda s: s.at[..., ks].get(mode="clip")[..., 0], stats)
 

@@ -3,7 +3,7 @@
 
 """Categories of unknown probabilities."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,12 @@ from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
     AbstractConjugatePair,
     SiteShape,
+    at_features,
     count_error,
     first_row,
     loggamma,
+    put_own,
+    sum_features,
 )
 from numpyro_subanneal.conjugate.special import (
     log1p_of,
@@ -344,6 +347,15 @@ class CountBlock(AbstractBlock):
 
     pair: DirichletCategorical
     sites: tuple[SiteShape, ...]
+    is_apart: bool = False
+
+    @property
+    def by_feature(self) -> bool:
+        """Whether features of a cluster have different numbers of rows."""
+        return self.masked or self.is_apart
+
+    def apart(self):
+        return replace(self, is_apart=True)
 
     @cached_property
     def cardinality(self) -> np.ndarray:
@@ -379,14 +391,14 @@ class CountBlock(AbstractBlock):
         return CountHyper(category, self._by_feature(category))
 
     def part(self, index, hyper, stats):
-        before = CountBlock(self.pair, self.sites[:index])
-        block = CountBlock(self.pair, (self.sites[index],))
+        before = replace(self, sites=self.sites[:index])
+        block = replace(self, sites=(self.sites[index],))
         features = slice(before.num_features, before.num_features + block.num_features)
         start = int(sum(before.cardinality))
         categories = slice(start, start + int(sum(block.cardinality)))
         total = stats.total
-        if self.masked:
-            total = total[features] if block.masked else total[features.start]
+        if self.by_feature:
+            total = total[features] if block.by_feature else total[features.start]
         return (
             block,
             CountHyper(hyper.category[categories], hyper.total[features]),
@@ -408,19 +420,89 @@ class CountBlock(AbstractBlock):
         return Codes(codes + self.offset, live)
 
     def empty(self, hyper, num_clusters):
-        features = (len(self.cardinality),) if self.masked else ()
+        features = (len(self.cardinality),) if self.by_feature else ()
         return Counts(
             jnp.zeros((len(hyper.category), num_clusters), jnp.int32),
             jnp.zeros((*features, num_clusters), jnp.int32),
         )
 
-    def add(self, hyper, stats, x, k, live):
+    def some(self, num):
+        most = int(self.cardinality.max())
+        site = replace(
+            self.sites[0],
+            name="",
+            feature_shape=(num,),
+            role_shapes=((most,),),
+            masked=True,
+        )
+        return CountBlock(self.pair, (site,), is_apart=True)
+
+    def _categories_of(self, index):
+        """Categories of features `index`, padded to as many as any has, and which of
+        them there are: ``[num, most]``."""
+        most = np.arange(self.cardinality.max())
+        category = jnp.asarray(self.offset)[index][:, None] + most
+        return category, most < jnp.asarray(self.cardinality)[index][:, None]
+
+    def gather_hyper(self, hyper, index):
+        category, real = self._categories_of(index)
+        # What is padded is never looked at.
+        found = hyper.category.at[category].get(mode="clip")
+        return CountHyper(jnp.where(real, found, 1).reshape(-1), hyper.total[index])
+
+    def gather_row(self, hyper, data, n, index, live):
         del hyper
+        codes, unmasked = self._values(data, n)
+        if unmasked is not None:
+            live = live & unmasked[index]
+        codes = jnp.where(live, codes[index].astype(jnp.int32), 0)
+        return Codes(codes + self.some(len(index)).offset, live)
+
+    def gather(self, hyper, stats, index, live):
+        del hyper
+        category, real = self._categories_of(index)
+        found = stats.category.at[category].get(mode="clip")
+        found = jnp.where((real & live[:, None])[..., None], found, 0)
+        total = jnp.where(live[:, None], stats.total[index], 0)
+        return Counts(found.reshape(-1, found.shape[-1]), total)
+
+    def scatter(self, stats, part, index, live):
+        category, real = self._categories_of(index)
+        where = jnp.where(real & live[:, None], category, len(self.feature))
+        return Counts(
+            stats.category.at[where.reshape(-1)].set(part.category, mode="drop"),
+            stats.total.at[jnp.where(live, index, self.num_features)].set(
+                part.total, mode="drop"
+            ),
+        )
+
+    def choose(self, stats, view):
+        return Counts(
+            stats.category[view[self.feature], np.arange(len(self.feature))],
+            stats.total[view, np.arange(self.num_features)],
+        )
+
+    def reorder(self, stats, order):
+        return Counts(
+            jnp.take_along_axis(stats.category, order[self.feature], axis=-1),
+            jnp.take_along_axis(stats.total, order, axis=-1),
+        )
+
+    def add(self, hyper, stats, x, k, live, view=None):
+        del hyper
+        k = at_features(k, view)
         by = x.where(live, 1, 0)
         return Counts(
             stats.category.at[x.index, k].add(by, unique_indices=True),
-            stats.total.at[..., k].add(by),
+            stats.total.at[self._totals_of(k, view)].add(by),
         )
+
+    def _totals_of(self, k, view):
+        """Index of the totals of clusters `k`; in views those of each feature."""
+        if view is None:
+            return (Ellipsis, k)
+        each = np.arange(self.num_features)
+        return each.reshape(-1, *(1,) * (k.ndim - 1)), k
 
     def merge(self, hyper, a, b):
         del hyper
@@ -436,44 +518,46 @@ class CountBlock(AbstractBlock):
 
     def _log_total(self, hyper, total):
         each = jnp.log(total + hyper.total)
-        return each if self.masked else each.sum()
+        return each if self.by_feature else each.sum()
 
-    def take(self, hyper, stats, x, k, live):
+    def take(self, hyper, stats, x, k, live, view=None):
         by = x.where(live, 1, 0)
-        log_total = self._log_total(hyper, stats.total[..., k] - by)
-        return TakenCounts(k, x.index, by, log_total)
+        total = stats.total[self._totals_of(at_features(k, view), view)]
+        return TakenCounts(k, x.index, by, self._log_total(hyper, total - by))
 
-    def score(self, hyper, stats, tables, taken, x):
-        each = tables.category[x.index]
-        if x.live is None:
-            each = each.sum(0) - tables.total
-        else:
-            each = jnp.where(x.live[:, None], each - tables.total, 0).sum(0)
+    def _sum(self, x, each, total, view):
+        """Log predictive density of row `x`, of that of its categories and totals."""
+        if not self.by_feature:
+            return each.sum(0) - total
+        each = each - total
+        if x.live is not None:
+            each = jnp.where(x.live.reshape(-1, *(1,) * (each.ndim - 1)), each, 0)
+        return sum_features(each, view)
+
+    def score(self, hyper, stats, tables, taken, x, view=None):
+        each = self._sum(x, tables.category[x.index], tables.total, view)
         if taken is None:
             return each
-        own = stats.category[x.index, taken.k]
+        own = stats.category[x.index, at_features(taken.k, view)]
         own = own - jnp.where(x.index == taken.index, taken.by, 0)
         own = jnp.log(own + hyper.category[x.index])
-        if x.live is None:
-            own = own.sum() - taken.log_total
-        else:
-            own = jnp.where(x.live, own - taken.log_total, 0).sum()
-        return jnp.where(jnp.arange(each.shape[0]) == taken.k, own, each)
+        return put_own(each, taken.k, self._sum(x, own, taken.log_total, view))
 
-    def put(self, hyper, stats, tables, taken, x, k, live):
+    def put(self, hyper, stats, tables, taken, x, k, live, view=None):
         num = len(x.index)
         xs = jnp.concatenate([taken.index, x.index])
-        ks = jnp.stack([taken.k, k])
+        ks = jnp.stack([at_features(taken.k, view), at_features(k, view)], -1)
         by = jnp.stack([-taken.by, x.where(live, 1, 0)], -1)
-        each = jnp.repeat(ks, num, total_repeat_length=2 * num)
+        each = jnp.broadcast_to(ks, (num, 2)).T.reshape(-1)
         by_cell = jnp.broadcast_to(by, (num, 2)).T.reshape(-1)
         category = stats.category.at[xs, each].add(by_cell)
         changed = jnp.log(category[xs, each] + hyper.category[xs])
-        total = stats.total.at[..., ks].add(by)
-        log_total = self._log_totals(hyper, total[..., ks])
+        totals = self._totals_of(ks, view)
+        total = stats.total.at[totals].add(by)
+        log_total = self._log_totals(hyper, total[totals])
         return Counts(category, total), CountTables(
             tables.category.at[xs, each].set(changed),
-            tables.total.at[..., ks].set(log_total),
+            tables.total.at[totals].set(log_total),
         )
 
     def join(self, hyper, stats, tables, x, ks, live):
@@ -488,14 +572,14 @@ class CountBlock(AbstractBlock):
             tables.total.at[..., ks].set(log_total),
         )
 
-    def log_marginal(self, hyper, stats):
+    def log_marginals(self, hyper, stats):
         total = jnp.broadcast_to(stats.total, (len(hyper.total), stats.total.shape[-1]))
         prior = hyper.total[:, None]
         scale = prior + total
         categories = log_rising(
             hyper.category[:, None], stats.category, scale[self.feature]
         )
-        return categories.sum(0) - log_rising(prior, total, scale).sum(0)
+        return self._by_feature(categories) - log_rising(prior, total, scale)
 
     def evidence(self, like, hyper, stats, occupied):
         del like
@@ -503,8 +587,9 @@ class CountBlock(AbstractBlock):
         total = jnp.broadcast_to(stats.total, (len(hyper.total), stats.total.shape[-1]))
         each = log_rising_of_scale(hyper.category[:, None], stats.category)
         whole = log_rising_of_scale(hyper.total[:, None], total)
-        live = jnp.asarray(occupied, each.dtype)
-        return self._by_feature(each @ live) - whole @ live
+        live = jnp.broadcast_to(occupied, whole.shape).astype(each.dtype)
+        each = (each * live[self.feature]).sum(1)
+        return self._by_feature(each) - (whole * live).sum(1)
 
     def draw(self, rng_key, hyper, stats):
         # Gelman et al. (2013), appendix A: normalised gamma variates.
