@@ -16,6 +16,10 @@ import pytest
 
 import numpyro_subanneal
 import numpyro_subanneal.models
+from numpyro_subanneal.compiling import quick_options
+
+# Nearly all of the time is that of compiling, and no digits are shown.
+pytestmark = pytest.mark.quickly_compiled
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,9 +32,15 @@ def blocks(language):
 def test_code_of_the_readme_runs_and_prints_what_it_shows(tmp_path):
     code = tmp_path / "readme.py"
     code.write_text("\n".join(blocks("python")))
+    # As the marker does here.
+    quickly = [f"--{name}={value}" for name, value in quick_options().items()]
     done = subprocess.run(
         [sys.executable, str(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *quickly]),
+        },
         capture_output=True,
         text=True,
         cwd=tmp_path,
