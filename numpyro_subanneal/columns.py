@@ -229,29 +229,41 @@ def draw_vacant(
     slots = jnp.arange(capacity, dtype=jnp.int32)
     stop = over_chains(subsample.size)
 
-    def seat(i, carry):
-        z, counts, fits, key = carry
-        u = uniform(random.bits(random.fold_in(key, i), (num_views,), jnp.uint32))
+    def seat(i, carry, u, first):
+        z, counts, weights, fits = carry
         live = i < subsample.size
         num = (counts > 0).sum(-1, dtype=jnp.int32)
-        existing = jnp.exp(prior.log_weight_existing(counts))
-        existing = jnp.where(counts > 0, existing, 0)
-        new = jnp.exp(prior.log_weight_new(num, counts.sum(-1)))
-        ends = lax.associative_scan(jnp.add, existing, axis=1)
-        level = u * (ends[:, -1] + new)
+        new = jnp.exp(prior.log_weight_new(num, jnp.broadcast_to(i, num.shape)))
+        ends = lax.associative_scan(jnp.add, weights, axis=1)
+        level = u[i - first] * (ends[:, -1] + new)
         k = (ends <= level[:, None]).sum(-1, dtype=jnp.int32)
-        opens = k == capacity
         # Clusters are opened in the order of the slots.
+        opens = k == capacity
         fits = fits & ~(live & opens & (num == capacity))
         k = jnp.where(opens, jnp.minimum(num, capacity - 1), k)
-        counts = counts + jnp.where(live & (slots == k[:, None]), 1, 0)
+        here = slots == k[:, None]
+        counts = counts + jnp.where(live & here, 1, 0)
+        own = jnp.where(here, counts, 0).sum(-1, keepdims=True)
+        own = jnp.exp(prior.log_weight_existing(own))
+        weights = jnp.where(live & here, own, weights)
         row = subsample.order[i]
-        own = jnp.where(vacant & live, k, z[row])
-        return z.at[row].set(own), counts, fits, key
+        z = z.at[row].set(jnp.where(vacant & live, k, z[row]))
+        return z, counts, weights, fits
 
-    counts = jnp.zeros((num_views, capacity), jnp.int32)
-    fits = jnp.ones(num_views, bool)
-    z, _, fits, _ = lax.fori_loop(0, stop, seat, (z, counts, fits, rng_key))
+    def chunk(j, carry):
+        first = j * _CHUNK
+        key = random.fold_in(rng_key, j)
+        u = uniform(random.bits(key, (_CHUNK, num_views), jnp.uint32))
+        last = jnp.minimum(first + _CHUNK, stop)
+        return lax.fori_loop(first, last, partial(seat, u=u, first=first), carry)
+
+    start = (
+        z,
+        jnp.zeros((num_views, capacity), jnp.int32),
+        jnp.zeros((num_views, capacity)),
+        jnp.ones(num_views, bool),
+    )
+    z, _, _, fits = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
     return z, fits | ~vacant
 
 

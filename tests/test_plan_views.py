@@ -1077,7 +1077,11 @@ UNEQUAL = {
     "other hyperparameter": (in_a_hyperprior, (X,), ["'a'", "latent site 'b'"]),
     "features": (in_the_features_prior, (X,), ["'a'", "latent site 'view'"]),
     "views last": (views_last, (X,), ["'a'", "(2, 3)", "only axis", "`to_event`"]),
-    "one plate": (one_plate_for_two, (X, X), ["'a'", "'first'", "'second'", "plate"]),
+    "one plate": (
+        one_plate_for_two,
+        (X, X),
+        ["'a'", "'first'", "'second'", "a plate of its own"],
+    ),
 }
 
 
