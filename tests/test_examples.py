@@ -15,6 +15,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 ARGUMENTS = {
     "mixed_with_nuts.py": "-n 5 --num-warmup 5 --num-rows 60 --num-chains 1 --quiet",
     "benchmarks/hyperparameters.py": "--num-rows 99 --repeats 2 --sweeps 1 --columns 2",
+    "benchmarks/crosscat.py": "--quick",
+    "crosscat.py": "--num-warmup 3 --num-samples 6 --thinning 1 --num-chains 2"
+    " --num-clusters 16",
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
     "benchmarks/row_moves.py": "--quick --moves 2000",
     "benchmarks/split_merge.py": "--quick",
@@ -46,6 +49,13 @@ def test_example_runs(name, tmp_path):
         idata = az.from_netcdf(tmp_path / "quickstart.nc")
         assert idata.posterior["z"].shape[0] == 2
         assert "num_clusters" in idata.sample_stats
+    elif name == "crosscat.py":
+        for words in ("19 cells are missing", "num_views", "r_hat", "view 0: "):
+            assert words in done.stdout
+        for figure in ("crosscat_dependence.png", "crosscat_table.png"):
+            assert (tmp_path / "output" / figure).stat().st_size > 10_000
+    elif name == "benchmarks/crosscat.py":
+        assert "anneal" in done.stdout and "of 1" in done.stdout
     elif name == "benchmarks/row_moves.py":
         assert "us/move" in done.stdout
     elif name == "benchmarks/split_merge.py":

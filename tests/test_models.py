@@ -15,7 +15,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC, Predictive
 
 from numpyro_subanneal import SubsampleAnnealedGibbs, testing
-from numpyro_subanneal.models import dpmm, pitman_yor
+from numpyro_subanneal.models import crosscat, dpmm, pitman_yor
 from numpyro_subanneal.plan import recognise
 
 # Most of the time is that of compiling.
@@ -190,7 +190,7 @@ def test_dpmm_is_the_pitman_yor_mixture_of_discount_zero():
 X = np.zeros((4, 2)) + np.arange(4)[:, None]
 CODES = np.array([[0, 1], [1, 2], [1, 0], [0, 0]])
 BAD = {
-    "NaN": (dpmm.real, (np.where(X == 2, np.nan, X),), {}, "nan in row 2"),
+    "infinite": (dpmm.real, (np.where(X == 2, np.inf, X),), {}, "inf in row 2"),
     "one axis": (dpmm.real, (X[:, 0],), {}, r"\(rows, columns\)"),
     "list": (dpmm.real, (X.tolist(),), {}, "list"),
     "kappa": (dpmm.real, (X,), {"kappa": 0.0}, "`kappa`.*0.0"),
@@ -202,6 +202,12 @@ BAD = {
     "float codes": (dpmm.categorical, (X, (4, 4)), {}, "float64"),
     "rows": (dpmm.mixed, (X, CODES[:3], (2, 3)), {}, "3 rows.*4 rows"),
     "discount": (pitman_yor.real, (X,), {"discount": 1.0}, "discount.*1"),
+    "negative code": (dpmm.categorical, (CODES - 2, (2, 3)), {}, "code -2 in row 0"),
+    "no table": (crosscat.mixed, (), {}, "no data"),
+    "rows of views": (crosscat.mixed, (X, CODES[:3], (2, 3)), {}, "rows, 4 and 3"),
+    "one view": (crosscat.real, (X,), {"num_views": 1}, "at least 2, got 1"),
+    "binary": (crosscat.mixed, (), {"binary": CODES}, "binary data.*2 in row 1"),
+    "count": (crosscat.mixed, (), {"count": X - 0.5}, "count data.*-0.5 in row 0"),
 }
 
 

@@ -15,8 +15,8 @@ import sys
 import pytest
 
 import numpyro_subanneal
-import numpyro_subanneal.models
 from numpyro_subanneal.compiling import quick_options
+import numpyro_subanneal.models
 
 # Nearly all of the time is that of compiling, and no digits are shown.
 pytestmark = pytest.mark.quickly_compiled

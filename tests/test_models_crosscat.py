@@ -1,0 +1,154 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Tables with missing cells and columns of all kinds: base measures, planted views."""
+
+from functools import partial
+
+from jax import random
+import numpy as np
+import pytest
+
+from numpyro import handlers
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, Predictive
+
+from numpyro_subanneal import SubsampleAnnealedGibbs, testing
+from numpyro_subanneal.models import crosscat, dpmm
+from numpyro_subanneal.plan import recognise
+from numpyro_subanneal.skeleton import cell_mask, peel
+
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
+
+def planted(num_rows=300, seed=0):
+    """Columns of all kinds in two views of three clusters; some cells missing."""
+    rng = np.random.default_rng(seed)
+    z = rng.integers(3, size=(2, num_rows))
+    of = {"real": [0, 0, 1, 1, 0, 1], "categorical": [1, 0, 0, 1], "count": [0, 1]}
+    of["binary"] = [1, 1, 0, 0]
+    real = 4.0 * z[of["real"]].T + rng.normal(size=(num_rows, 6))
+    categorical = z[of["categorical"]].T.copy()
+    noise = rng.uniform(size=categorical.shape) < 0.1
+    categorical[noise] = rng.integers(3, size=noise.sum())
+    binary = (rng.uniform(size=(num_rows, 4)) < 0.05 + 0.45 * z[of["binary"]].T) * 1
+    count = rng.poisson(1 + 10 * z[of["count"]].T)
+    for x, blank in ((real, np.nan), (categorical, -1), (binary, -1), (count, -1)):
+        x[rng.uniform(size=x.shape) < 0.1] = blank
+    view = [*of["real"], *of["categorical"], *of["binary"], *of["count"]]
+    arrays = {
+        "real": real,
+        "categorical": categorical,
+        "binary": binary,
+        "count": count,
+    }
+    return arrays, np.array(view), z
+
+
+def agreement(a, b):
+    """Share of pairs on which two partitions agree (Rand index)."""
+    return np.mean((a[:, None] == a) == (b[:, None] == b))
+
+
+def test_planted_views_of_columns_of_all_kinds_are_recovered():
+    arrays, view, z = planted()
+    # Constants, so that the program is short.
+    model = partial(
+        crosscat.mixed,
+        num_categories=(3, 3, 3, 3),
+        num_views=6,
+        num_clusters=16,
+        kappa=0.3,
+        shape=3.0,
+        strength=3.0,
+    )
+    mcmc = MCMC(
+        SubsampleAnnealedGibbs(model),
+        num_warmup=20,
+        num_samples=10,
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), **arrays)
+    draws = mcmc.get_samples()
+    found, rows = (np.asarray(draws[name])[-1] for name in ("view", "z"))
+    np.testing.assert_array_equal(found, testing.canonical_labels(view))
+    for own, planted_rows in zip(rows[:2], z, strict=True):
+        assert agreement(own, planted_rows) > 0.95
+    assert (rows[2:] == -1).all()
+
+
+def sites(model, *args, **kwargs):
+    return handlers.trace(handlers.seed(model, 0)).get_trace(*args, **kwargs)
+
+
+def test_base_measures_are_those_of_the_observed_cells():
+    arrays, _, _ = planted(num_rows=40)
+    given = {"kappa": 0.5, "shape": 3.0, "strength": 4.0}
+    trace = sites(
+        crosscat.mixed, **arrays, num_categories=(3,) * 4, num_clusters=3, **given
+    )
+    real = arrays["real"]
+    np.testing.assert_allclose(
+        peel(trace["loc"]["fn"]).loc[0], np.nanmean(real, 0), rtol=1e-5
+    )
+    rate = np.nanvar(real, 0) * 2 * 0.5 / 1.5
+    np.testing.assert_allclose(peel(trace["variance"]["fn"]).rate, rate, rtol=1e-5)
+    codes = arrays["categorical"]
+    counts = (codes[..., None] == np.arange(3)).sum(0)
+    frequency = (counts + 1 / 3) / (counts.sum(1, keepdims=True) + 1)
+    got = peel(trace["probs_3"]["fn"]).concentration
+    np.testing.assert_allclose(got, 4 * frequency, rtol=1e-5)
+    binary = arrays["binary"]
+    ones = ((binary == 1).sum(0) + 0.5) / ((binary >= 0).sum(0) + 1)
+    prior = peel(trace["binary_probs"]["fn"])
+    np.testing.assert_allclose(prior.concentration1, 4 * ones, rtol=1e-5)
+    np.testing.assert_allclose(prior.concentration0, 4 - 4 * ones, rtol=1e-5)
+    count = arrays["count"]
+    mean = (np.where(count >= 0, count, 0).sum(0) + 0.5) / ((count >= 0).sum(0) + 1)
+    prior = peel(trace["rate"]["fn"])
+    np.testing.assert_allclose(prior.concentration / prior.rate, mean, rtol=1e-5)
+    for name, x in (
+        ("real", ~np.isnan(real)),
+        ("categorical_3", codes >= 0),
+        ("binary", binary >= 0),
+        ("count", count >= 0),
+    ):
+        np.testing.assert_array_equal(cell_mask(trace[name]["fn"], x.shape), x)
+
+
+def test_mixtures_take_missing_cells_too():
+    arrays, _, _ = planted(num_rows=40)
+    args = arrays["real"], arrays["categorical"], (3,) * 4
+    plan = recognise(
+        partial(dpmm.mixed, num_clusters=4, kappa=0.5, shape=3.0, strength=4.0),
+        args,
+        {},
+    )
+    assert all(site.masked for block in plan.blocks for site in block.sites)
+
+
+def test_a_table_without_missing_cells_is_not_masked():
+    x = np.random.default_rng(0).normal(size=(10, 3))
+    trace = sites(crosscat.real, x)
+    assert not isinstance(trace["real"]["fn"], dist.MaskedDistribution)
+    assert trace["view"]["value"].shape == (3,)
+    assert trace["z"]["value"].shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    "num_columns, num_views", [(1, 2), (5, 5), (16, 16), (60, 16), (100, 20)]
+)
+def test_there_are_more_views_for_more_columns(num_columns, num_views):
+    assert crosscat.default_num_views(num_columns) == num_views
+
+
+def test_predictive_draws_a_table():
+    arrays, _, _ = planted(num_rows=20)
+    model = partial(crosscat.mixed, num_categories=(3,) * 4, num_clusters=8)
+    drawn = Predictive(handlers.uncondition(model), num_samples=2)(
+        random.key(0), **arrays
+    )
+    for name in ("real", "binary", "count"):
+        assert drawn[name].shape == (2, *arrays[name].shape)
+    assert drawn["categorical_3"].shape == (2, 20, 4)
