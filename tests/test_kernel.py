@@ -56,9 +56,14 @@ FIELDS = {
 }
 
 
+def row_moves(model=mixture):
+    """A kernel without splits and merges, whose programs are compiled sooner."""
+    return SubsampleAnnealedGibbs(model, split_merge=None)
+
+
 def run(*args, key=None, model=mixture, kernel=None, run_kwargs=None, **kwargs):
     """A finished `MCMC`; positional arguments are the model's."""
-    kernel = SubsampleAnnealedGibbs(model) if kernel is None else kernel
+    kernel = row_moves(model) if kernel is None else kernel
     options = {
         "num_warmup": NUM_WARMUP,
         "num_samples": NUM_SAMPLES,
@@ -103,7 +108,7 @@ def assert_log_joint(z, x, fields, rtol=1e-5):
 def go_on(state, kernel=None, num_warmup=NUM_WARMUP, key=None, **kwargs):
     """An `MCMC` that went on from `state`. (One program for all tests.)"""
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(mixture) if kernel is None else kernel,
+        row_moves() if kernel is None else kernel,
         num_warmup=num_warmup,
         num_samples=NUM_SAMPLES,
         progress_bar=False,
@@ -116,7 +121,7 @@ def go_on(state, kernel=None, num_warmup=NUM_WARMUP, key=None, **kwargs):
 
 @pytest.fixture(scope="module")
 def finished():
-    """One chain, run with the defaults."""
+    """One chain."""
     return run(X)
 
 
@@ -130,7 +135,7 @@ def chains():
 def warm():
     """An `MCMC` of which only the warm-up has run, collected."""
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(mixture),
+        row_moves(),
         num_warmup=NUM_WARMUP,
         num_samples=NUM_SAMPLES,
         progress_bar=False,
@@ -255,8 +260,10 @@ def test_sample_before_init_says_so():
     scope="module", params=["sequential", "parallel", "vectorized", jax.vmap]
 )
 def any_chains(request):
+    # With all moves.
     assert jax.local_device_count() >= 2, "see conftest.py"
-    return run(X, num_chains=2, chain_method=request.param)
+    kernel = SubsampleAnnealedGibbs(mixture)
+    return run(X, kernel=kernel, num_chains=2, chain_method=request.param)
 
 
 def test_every_chain_method_gives_valid_chains(any_chains):
@@ -297,7 +304,7 @@ def test_each_chain_is_the_chain_of_its_key(chains):
 
 
 def test_one_kernel_serves_vectorized_chains_and_one_chain_in_turn(finished):
-    kernel = SubsampleAnnealedGibbs(mixture)
+    kernel = row_moves()
     first = go_on(finished.last_state, kernel)
     start(kernel, X, key=random.split(random.key(0), 2))  # what "vectorized" calls
     second = go_on(finished.last_state, kernel)
@@ -306,14 +313,21 @@ def test_one_kernel_serves_vectorized_chains_and_one_chain_in_turn(finished):
 
 def test_no_key_is_used_twice():
     with jax.debug_key_reuse(True):
-        mcmc = run(X)
+        mcmc = run(X, kernel=SubsampleAnnealedGibbs(mixture))
     assert mcmc.get_samples()["z"].min() >= 0
 
 
-@pytest.mark.parametrize("method", ["sequential", "parallel", "vectorized"])
-def test_no_tracer_leaks(method):
+@pytest.mark.parametrize(
+    "method, make",
+    [
+        ("sequential", row_moves),
+        ("parallel", row_moves),
+        ("vectorized", SubsampleAnnealedGibbs),
+    ],
+)
+def test_no_tracer_leaks(method, make):
     with jax.checking_leaks():
-        run(X, num_chains=2, chain_method=method)
+        run(X, kernel=make(mixture), num_chains=2, chain_method=method)
 
 
 # --- Running again, and going on ---
@@ -357,7 +371,7 @@ def test_a_state_goes_on_in_an_mcmc_of_another_warmup(warm, num_warmup):
 
 def test_a_state_from_the_middle_of_the_anneal_ends_it(warm):
     # One of four warm-up steps is made, three are left when sampling starts.
-    kernel = SubsampleAnnealedGibbs(mixture)
+    kernel = row_moves()
     state = jax.jit(lambda s: kernel.sample(s, (X,), {}))(start(kernel, X))
     collected = {name: warm.get_samples()[name][0] for name in SITES}
     np.testing.assert_array_equal(state.z["z"], collected["z"])
@@ -377,7 +391,7 @@ def test_running_twice_with_the_same_key_repeats_the_draws(finished):
 
 
 def test_without_warmup_every_draw_holds_every_row():
-    kernel = SubsampleAnnealedGibbs(mixture)
+    kernel = row_moves()
     state = start(kernel, X, num_warmup=0)
     assert int(state.subsample_size) == N
     assert state.z["z"].min() >= 0
@@ -389,7 +403,7 @@ def test_without_warmup_every_draw_holds_every_row():
 
 @pytest.mark.parametrize("schedule", [PriorGibbs(), SequentialGibbs()])
 def test_every_schedule_ends_with_all_rows(schedule):
-    kernel = SubsampleAnnealedGibbs(mixture, schedule)
+    kernel = SubsampleAnnealedGibbs(mixture, schedule, split_merge=None)
     state = start(kernel, X)
     assert int(state.subsample_size) == (N if schedule.starts_full else 0)
     state = jax.jit(lambda s: kernel.sample(s, (X,), {}))(state)
@@ -519,7 +533,7 @@ GAPPED = np.array([3, 3, 1, 3, 1, 1, 3, 3, 3, 1, 1, 1])
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8])
 def test_a_chain_starts_from_the_given_partition(dtype):
-    kernel = Recording(mixture)
+    kernel = Recording(mixture, split_merge=None)
     run(
         X,
         kernel=kernel,
@@ -537,7 +551,7 @@ def test_a_chain_starts_from_the_given_partition(dtype):
 
 def test_every_chain_starts_from_its_own_partition():
     z = np.stack([GAPPED, np.arange(N) % 3])
-    kernel = Recording(mixture)
+    kernel = Recording(mixture, split_merge=None)
     run(
         X,
         kernel=kernel,
@@ -555,7 +569,7 @@ def test_every_chain_starts_from_its_own_partition():
 
 def test_an_initial_partition_may_leave_rows_out_of_the_anneal():
     z = np.where(np.arange(N) < 5, GAPPED, -1)
-    kernel = SubsampleAnnealedGibbs(mixture)
+    kernel = row_moves()
     state = start(kernel, X, init_params={"z": z})
     assert int(state.subsample_size) == 5
     np.testing.assert_array_equal(state.z["z"], testing.canonical_labels(z))
@@ -632,7 +646,7 @@ def test_kernel_and_unrun_mcmc_pickle(finished, duplicate):
     assert kernel.model is mixture
     assert kernel.schedule == LinearSchedule(4)
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(mixture),
+        row_moves(),
         num_warmup=NUM_WARMUP,
         num_samples=NUM_SAMPLES,
         progress_bar=False,
@@ -749,7 +763,7 @@ def test_model_and_schedule_are_checked():
 )
 def test_few_rows_and_any_capacity(num_rows, num_features, capacity):
     x = X[:num_rows, :num_features]
-    mcmc = run(x, capacity)
+    mcmc = run(x, capacity, kernel=SubsampleAnnealedGibbs(mixture))
     z, fields = mcmc.get_samples()["z"], mcmc.get_extra_fields()
     assert z.shape == (NUM_SAMPLES, num_rows)
     assert mcmc.get_samples()["loc"].shape == (NUM_SAMPLES, capacity, num_features)
