@@ -44,6 +44,9 @@ from numpyro_subanneal.splitmerge import Record, split_and_merge
 from numpyro_subanneal.subsample import Subsample
 from numpyro_subanneal.weights import DirichletWeights, StickBreakingWeights
 
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 # Proposals that visit more rows are not always made, so that those of restricted scans
 # are rarer here.
 ALWAYS = 12
@@ -54,7 +57,7 @@ KINDS = {
 }
 TABLE = "mixed"
 N = 6
-NUM_CHAINS, KEPT, DROPPED, THINNING = 100, 68, 8, 8
+NUM_CHAINS, KEPT, DROPPED, THINNING = 100, 48, 8, 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,7 +125,7 @@ def program(options, capacity, row_moves, adapting):
             subsample,
             jnp.int32(0),
             jnp.int32(row_moves),
-            jump=jump,
+            jump=lambda key, values, *args: (values, *jump(key, *args)),
             record=record,
         )
         return (made.clusters.z, made.subsample.order, made.record), made.clusters
@@ -174,6 +177,13 @@ def process(law):
     )
 
 
+@cache
+def walk_alone(name):
+    """Of splits and merges alone, all rows being in; shared by tests."""
+    kind, law = name.split("-", 1)
+    return walk(KINDS[kind], process(law), seed=NAMES.index(name))
+
+
 def posterior_of(log_prior, states):
     """Of assignments `states`, whose rows out are -1: by an enumeration."""
 
@@ -192,8 +202,8 @@ def assert_follows(z, states, probs):
 @pytest.mark.parametrize("name", NAMES)
 def test_partitions_follow_the_enumerated_posterior(name):
     # False alarm: 0.11 % a case, 0.8 % for all seven.
-    kind, law = name.split("-", 1)
-    clusters, record = walk(KINDS[kind], process(law), seed=NAMES.index(name))
+    _, law = name.split("-", 1)
+    clusters, record = walk_alone(name)
     states = testing.set_partitions(N)
     assert_follows(clusters.z, states, posterior_of(LOG_PRIORS[law], states))
     accepted = record.splits.sum() + record.merges.sum()
@@ -209,7 +219,7 @@ def test_partitions_follow_the_enumerated_posterior(name):
 @pytest.mark.parametrize("kind", ["restricted", "both"])
 def test_draws_are_nearly_independent(kind):
     # What the tests of fit suppose: correlation at lag one of kept draws.
-    clusters, _ = walk(KINDS[kind], process("py"))
+    clusters, _ = walk_alone(f"{kind}-py")
     together = clusters.z[..., 0] == clusters.z[..., 1]
     for values in (together, (clusters.counts > 0).sum(-1)):
         values = values - values.mean(dtype=np.float64)
@@ -219,7 +229,7 @@ def test_draws_are_nearly_independent(kind):
 
 
 def test_statistics_are_those_of_the_assignments():
-    clusters, _ = walk(KINDS["both"], process("py"), seed=NAMES.index("both-py"))
+    clusters, _ = walk_alone("both-py")
     components = read_components()
     collect = jax.jit(jax.vmap(lambda z: rows.collect(components, z, N)))
     expected = collect(jnp.asarray(clusters.z[:, -1]))
@@ -305,10 +315,8 @@ def test_labelled_components(name):
 def test_rarely_tried_proposals_leave_the_posterior():
     # Both kinds have failed for long: fewer proposals. False alarm: 0.11 %.
     failures = (splitmerge._PATIENCE, 2 * splitmerge._PATIENCE)
-    often, rarely = (
-        walk(KINDS["both"], process("dp"), failures=f, seed=6)
-        for f in ((0, 0), failures)
-    )
+    often = walk_alone("both-dp")
+    rarely = walk(KINDS["both"], process("dp"), failures=failures, seed=6)
     states = testing.set_partitions(N)
     probs = posterior_of(LOG_PRIORS["dp"], states)
     assert_follows(rarely.clusters.z, states, probs)
@@ -367,12 +375,13 @@ class Running:
         return each.sum() + np.log(self.n - 0.2)
 
 
+@pytest.mark.quickly_compiled(False)
 def test_ratio_of_a_merge_of_many_rows_is_right_to_rounding():
     # Two clusters of 12,000 and 8,000 rows that overlap. Their log marginal likelihoods
     # are some -60,000 nats, of which float32 has no hundredths.
     x, z = overlapping()
     plan = recognise(normal_model, (x,), {})
-    prior, components, _ = reading.read(plan, normal_model, (x,), {}, {})
+    prior, components, *_ = reading.read(plan, normal_model, (x,), {}, {})
     order = np.random.default_rng(1).permutation(MANY).astype(np.int32)
     i, j = (int(np.flatnonzero(z[order] == k)[0]) for k in (0, 1))
 
@@ -426,6 +435,7 @@ def new_cluster_log_weight(x):
 # --- through MCMC -------------------------------------------------------------
 
 
+@pytest.mark.quickly_compiled
 def test_clusters_are_split_and_merged():
     # From four clusters where there are two, which moves of rows alone do not leave,
     # and from one.
@@ -461,6 +471,7 @@ def test_clusters_are_split_and_merged():
     assert clusters["four", False] == 4
 
 
+@pytest.mark.quickly_compiled
 def test_failures_are_counted_during_the_warmup_only():
     kernel = SubsampleAnnealedGibbs(partial(mixture, num_clusters=8))
     x = blobs(60)
