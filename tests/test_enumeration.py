@@ -39,6 +39,9 @@ from numpyro_subanneal import reading as reading_
 from numpyro_subanneal.schedule import Steps
 from numpyro_subanneal.subsample import Subsample
 
+# Half of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 # --- Models -------------------------------------------------------------------
 
 # Hyperparameters of each column; normal ones as mean, kappa, shape, rate.
@@ -145,12 +148,12 @@ def exact(table, law, capacity=None):
 
 NUM_CHAINS = 300
 THINNING = 8  # sweeps; `test_draws_are_nearly_independent` says why
-KEPT = 72
+KEPT = 46
 DROPPED = 6  # of the kept draws, 48 sweeps, until the start is forgotten
 
 # NB: warm-ups of one length. Programs then differ by table only, as the schedule
 # travels in the state and the prior's parameters are arguments; compiling is most of
-# the time.
+# the time. (Without a warm-up: see the test of the capacity.)
 SCHEDULES = {
     "plain": (0, None),
     "linear": (3, LinearSchedule()),
@@ -162,18 +165,16 @@ RUNS = [
     ("real", "py-negative", "prior"),
     ("categorical", "dp", "sequential"),
     ("categorical", "py-negative", "linear"),
-    ("mixed", "dp", "plain"),
-    ("mixed", "py", "plain"),
-    ("mixed", "dp", "linear"),
     ("mixed", "py", "linear"),
     ("mixed", "py", "sequential"),
     ("mixed", "dp", "prior"),
 ]
-SPLIT_MERGE = SplitMerge()
+# Of one table, the others being sampled by moves of rows alone.
+SPLIT_MERGE = {"mixed": SplitMerge()}
 parametrize_runs = pytest.mark.parametrize("run", RUNS, ids="-".join)
 
 
-def run_mcmc(table, law, schedule, seed, split_merge, **model_kwargs):
+def run_mcmc(table, law, schedule, seed, split_merge=None, **model_kwargs):
     num_warmup, how = SCHEDULES[schedule]
 
     def with_data(concentration, discount):
@@ -200,10 +201,10 @@ class Run(NamedTuple):
 
 
 @cache
-def sampled(
-    table, law, schedule, capacity=None, dirichlet=False, split_merge=SPLIT_MERGE
-):
+def sampled(table, law, schedule, capacity=None, dirichlet=False):
     seed = seed_of(table, law, schedule)
+    # What splits are refused is counted too, so none where the capacity is small.
+    split_merge = SPLIT_MERGE.get(table) if capacity is None else None
     more = {"capacity": capacity, "dirichlet": dirichlet}
     mcmc = run_mcmc(table, law, schedule, seed, split_merge, **more)
     draws = mcmc.get_samples(group_by_chain=True)
@@ -254,7 +255,7 @@ def test_posterior_is_spread_over_many_partitions(table, law):
 
 @parametrize_runs
 def test_partitions_follow_the_enumerated_posterior(run):
-    # False alarm: 1.1 % for the ten runs together.
+    # False alarm: 0.8 % for the seven runs together.
     table, law, *_ = run
     assert_law(sampled(*run).index, exact(table, law).probs)
 
@@ -262,8 +263,8 @@ def test_partitions_follow_the_enumerated_posterior(run):
 @parametrize_runs
 def test_draws_are_nearly_independent(run):
     # What the tests of fit suppose. The chains are independent; within a chain the
-    # correlation at lag 1 of kept draws is at most 0.01 (standard error 0.007).
-    # False alarm: below 0.5 % a statistic.
+    # correlation at lag 1 of kept draws is at most 0.01 (standard error 0.009).
+    # False alarm: below 1.5 % a statistic, 0.1 % where there is no correlation.
     draws, fields, _ = sampled(*run)
     together = draws["z"][..., 0] == draws["z"][..., 1]
     for values in (together, fields["num_clusters"], fields["log_joint"]):
@@ -370,7 +371,7 @@ def uniforms(table, draws):
 def test_cluster_parameters_are_draws_of_their_conditionals(run):
     # The conditional distribution function of each parameter is uniform: Kolmogorov and
     # Smirnov's test at 1e-5, for occupied and empty clusters (draws from the prior)
-    # apart. False alarm: ten runs of at most 22 tests, 0.2 %.
+    # apart. False alarm: seven runs of at most 22 tests, 0.2 %.
     us, subset = uniforms(run[0], sampled(*run).draws)
     for name, u in us.items():
         for where in (subset > 0, subset == 0):
@@ -441,8 +442,7 @@ def test_capacity_restricts_the_posterior_and_is_counted():
     # False alarm: 0.1 % for the law, 1e-5 for the rate.
     posterior = exact("mixed", "dp", capacity=3)
     assert exact("mixed", "dp").probs[posterior.probs == 0].sum() > 0.1
-    # Moves of rows alone: what splits are refused is counted too.
-    run = sampled("mixed", "dp", "plain", capacity=3, dirichlet=True, split_merge=None)
+    run = sampled("mixed", "dp", "plain", capacity=3, dirichlet=True)
     assert_law(run.index, posterior.probs)
 
     # A move could not open a cluster when three are occupied without its row. Moves
@@ -496,7 +496,7 @@ def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
 
     def chain(key):
         z, order = jnp.zeros(plan.num_rows, jnp.int32), jnp.arange(plan.num_rows)
-        return lax.scan(step, (z, order, key), length=20_000 // num_chains)[1]
+        return lax.scan(step, (z, order, key), length=10_000 // num_chains)[1]
 
     if num_chains == 1:
         z = jax.jit(chain)(random.key(1))
@@ -513,7 +513,7 @@ def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
 # each is finite: 203 states. Its law after each warm-up step is exact, and the kernel's
 # must be the same, at partial subsamples too.
 
-NUM_ANNEALS = 20_000
+NUM_ANNEALS = 10_000
 MOST_WARMUP = 32
 
 
