@@ -3,7 +3,7 @@
 
 """Mixture models as plain NumPyro functions; installed as `numpyro_subanneal.models`.
 
-:mod:`~numpyro_subanneal.models.dpmm` and
-:mod:`~numpyro_subanneal.models.pitman_yor` each have `real`, `categorical` and `mixed`
+:mod:`~numpyro_subanneal.models.dpmm`, :mod:`~numpyro_subanneal.models.pitman_yor` and
+:mod:`~numpyro_subanneal.models.crosscat` each have `real`, `categorical` and `mixed`
 for tables of real columns, of category codes, and of both.
 """

@@ -103,7 +103,7 @@ def real(
         >>> one, two = rng.integers(2, size=(2, 80))
         >>> centres = np.stack([one, one, one, two, two, two], 1) * 6.0
         >>> x = centres + rng.normal(size=(80, 6))
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(crosscat.real), num_warmup=20,
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(crosscat.real), num_warmup=100,
         ...             num_samples=20, progress_bar=False)
         >>> mcmc.run(random.key(0), x)
         >>> mcmc.get_samples()["view"][-1].tolist()

@@ -11,9 +11,8 @@ of the columns, and of that of the rows in each planted view (of the view found 
 most of its columns), and in how many seeds all of them are at least 0.9. Compile time
 is apart.
 
-`--cost` shows what the parts of a turnover of the subsample take, in microseconds a
-row: moves of rows in all views at once, and what is done for moves of features, with
-most of the views vacant.
+`--cost` shows what a sweep of moves of rows in all views at once takes, in microseconds
+a row, and what moves of features add to it, once a sweep; splits and merges are off.
 
     python examples/benchmarks/crosscat.py              # about ten minutes
     python examples/benchmarks/crosscat.py --cost
@@ -21,12 +20,12 @@ most of the views vacant.
 """
 
 import argparse
+from functools import partial
 import os
 import time
 
 import jax
 from jax import random
-import jax.numpy as jnp
 import numpy as np
 
 import numpyro
@@ -40,7 +39,7 @@ from numpyro_subanneal import (
     SubsampleAnnealedGibbs,
 )
 from numpyro_subanneal.models import crosscat
-from numpyro_subanneal.models.features import real_features
+from numpyro_subanneal.models.features import categorical_features, real_features
 
 ARMS = {
     "anneal": LinearSchedule(),
@@ -126,44 +125,72 @@ def compare(x, view, z, num_warmup, seconds, num_seeds, num_views, arms=ARMS):
         )
 
 
+def planted_codes(num_rows, num_columns, num_views, num_clusters, num_categories):
+    rng = np.random.default_rng(0)
+    view = np.arange(num_columns) % num_views
+    z = rng.integers(num_clusters, size=(num_views, num_rows))
+    probs = rng.dirichlet(
+        np.full(num_categories, 0.3), size=(num_clusters, num_columns)
+    )
+    ends = probs.cumsum(-1)[..., :-1]
+    x = np.empty((num_rows, num_columns), np.int32)
+    for d in range(num_columns):
+        x[:, d] = (rng.random((num_rows, 1)) > ends[z[view[d]], d]).sum(1)
+    return x, view, z
+
+
 def cost(num_rows, num_views, repeats=5):
-    """What a sweep of the rows takes, with and without moves of features."""
-    x, view, _ = planted(num_rows, 60, 5, 6)
-    print(f"{num_rows} rows, 60 real columns, 5 of {num_views} views occupied")
+    """What a sweep of the rows takes, and moves of features with it."""
+    print(
+        f"{num_rows} rows, {num_views} views, 5 of them occupied; us a row, compile s"
+    )
     options = {
-        "rows": None,
-        "and Gibbs and sets of features": FeatureMoves(num_guided=0),
+        "rows alone": None,
+        "and Gibbs moves and sets": FeatureMoves(num_guided=0),
         "and guided moves": FeatureMoves(),
     }
-    for name, moves in options.items():
-        # Known views have no moves of features.
-        known = moves is None
+    real, of_real, z_real = planted(num_rows, 60, 5, 6)
+    codes, of_codes, z_codes = planted_codes(num_rows, 68, 5, 12, 16)
+    tables = {
+        "60 real columns": (real, of_real, z_real, None),
+        "68 columns of 16 categories": (codes, of_codes, z_codes, (16,) * 68),
+    }
+    for table, (x, view, z, num_categories) in tables.items():
+        for name, moves in options.items():
 
-        def model(known=known):
-            if known:
-                fixed(x, view, num_views)
-            else:
-                crosscat.real(x, num_views=num_views, kappa=0.3, shape=3.0)
+            def model(known=moves is None, x=x, view=view, num=num_categories):
+                if num is None:
+                    columns = partial(real_features, kappa=0.3, shape=3.0)
+                else:
+                    columns = partial(
+                        categorical_features, num_categories=num, strength=10.0
+                    )
+                if not known:
+                    prior = PitmanYorProcess(1.0, 0.1, size=len(view))
+                    view = numpyro.sample("view", prior)
+                with numpyro.plate("views", num_views):
+                    prior = PitmanYorProcess(1.0, 0.1, size=len(x))
+                    found = numpyro.sample("z", prior)
+                columns(x, z=found[view].T, num_clusters=32)
 
-        kernel = SubsampleAnnealedGibbs(
-            model, feature_moves=moves or FeatureMoves(), split_merge=None
-        )
-        given = None if known else {"view": jnp.asarray(view, jnp.int32)}
-        state = kernel.init(random.key(0), 0, given, (), {})
-        step = jax.jit(lambda state, kernel=kernel: kernel.sample(state, (), {}))
-        state = jax.block_until_ready(step(state))
-        begin = time.perf_counter()
-        for _ in range(repeats):
+            kernel = SubsampleAnnealedGibbs(
+                model, feature_moves=moves or FeatureMoves(), split_merge=None
+            )
+            given = {"z": np.zeros((num_views, num_rows), np.int32)}
+            given["z"][: len(z)] = z
+            if moves is not None:
+                given["view"] = view.astype(np.int32)
+            state = kernel.init(random.key(0), 0, given, (), {})
+            begin = time.perf_counter()
+            step = jax.jit(lambda state, kernel=kernel: kernel.sample(state, (), {}))
+            step = step.lower(state).compile()
+            compiled = time.perf_counter() - begin
             state = jax.block_until_ready(step(state))
-        each = (time.perf_counter() - begin) / repeats / num_rows
-        print(f"{name:34}{1e6 * each:8.2f} us a row")
-
-
-def fixed(x, view, num_views):
-    """The same model with known views."""
-    with numpyro.plate("views", num_views):
-        z = numpyro.sample("z", PitmanYorProcess(1.0, 0.1, size=len(x)))
-    real_features(x, z[view].T, 32, kappa=0.3, shape=3.0)
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                state = jax.block_until_ready(step(state))
+            each = (time.perf_counter() - begin) / repeats / num_rows
+            print(f"{table:30}{name:28}{1e6 * each:8.2f}{compiled:8.1f}", flush=True)
 
 
 def main():
