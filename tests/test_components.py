@@ -25,6 +25,7 @@ from numpyro.infer import MCMC, Predictive
 from numpyro_subanneal import (
     FiniteDirichletMixture,
     NotRecognised,
+    SplitMerge,
     SubsampleAnnealedGibbs,
     explain,
     testing,
@@ -139,12 +140,23 @@ def posterior(name):
     return log_joint, special.softmax(log_joint)
 
 
+RUNS = [
+    ("dirichlet", 0, None),
+    ("stick-breaking", 3, None),
+    ("known", 0, None),
+    ("dirichlet", 3, SplitMerge()),
+]
+by_run = pytest.mark.parametrize(
+    "run", RUNS, ids=lambda r: f"{r[0]}, {r[1]}" + (r[2] is not None) * ", splits"
+)
+
+
 @cache
-def sampled(name, num_warmup):
+def sampled(name, num_warmup, split_merge):
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(MODELS[name]),
+        SubsampleAnnealedGibbs(MODELS[name], split_merge=split_merge),
         num_warmup=num_warmup,
-        num_samples=800,
+        num_samples=400,
         thinning=8,
         num_chains=150,
         chain_method="vectorized",
@@ -159,19 +171,15 @@ def sampled(name, num_warmup):
     )
 
 
-RUNS = [(name, 0) for name in MODELS] + [("dirichlet", 3), ("stick-breaking", 3)]
-by_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r[0]}, {r[1]}")
-
-
 def kept(run):
     draws, fields = sampled(*run)
-    # Draws 80 sweeps after the start.
-    return {k: v[:, 10:] for k, v in draws.items()}, fields
+    # Draws 40 sweeps after the start.
+    return {k: v[:, 5:] for k, v in draws.items()}, fields
 
 
 @by_run
 def test_labels_follow_the_enumerated_posterior(run):
-    # 13,500 draws of 243 label vectors. False alarm: 1e-3 a run.
+    # 6,750 draws of 243 label vectors. False alarm: 1e-3 a run.
     draws, _ = kept(run)
     index = draws["z"] @ (3 ** np.arange(N)[::-1])
     report = testing.goodness_of_fit(index.ravel(), posterior(run[0])[1])
@@ -188,13 +196,13 @@ def test_log_joint_is_the_enumerated_one(run):
     assert (fields["capacity_reached"] == 0).all()
 
 
-@pytest.mark.parametrize("name", SITES)
-def test_weights_are_draws_of_their_conditional(name):
+@pytest.mark.parametrize("run", RUNS[:2], ids=lambda r: r[0])
+def test_weights_are_draws_of_their_conditional(run):
     # Each given the counts is a Beta variate: its distribution function is uniform.
-    # Kolmogorov-Smirnov at 1e-5, eight tests.
+    # Kolmogorov-Smirnov at 1e-5, five tests.
     from scipy import stats
 
-    draws, _ = kept((name, 0))
+    name, (draws, _) = run[0], kept(run)
     counts = (draws["z"][..., None] == np.arange(3)).sum(-2)
     for k in range(draws[SITES[name]].shape[-1]):
         if name == "stick-breaking":
@@ -206,19 +214,35 @@ def test_weights_are_draws_of_their_conditional(name):
         assert stats.kstest(u.ravel(), "uniform").pvalue > 1e-5, k
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_arviz_predictive_and_explain_take_the_model(name, capsys):
-    model = MODELS[name]
+@cache
+def finished(name):
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(model), num_warmup=2, num_samples=3, progress_bar=False
+        SubsampleAnnealedGibbs(MODELS[name], split_merge=None),
+        num_warmup=2,
+        num_samples=20,
+        progress_bar=False,
     )
     mcmc.run(random.key(0), X)
+    return mcmc
+
+
+def test_logits_are_another_way_to_write_probabilities():
+    # Of the same weights: the same draws.
+    draws, same = (finished(n).get_samples() for n in ("dirichlet", "dirichlet logits"))
+    assert len(np.unique(draws["z"], axis=0)) > 5
+    for name, value in draws.items():
+        np.testing.assert_array_equal(same[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_arviz_predictive_and_explain_take_the_model(name, capsys):
+    model, mcmc = MODELS[name], finished(name)
     draws = mcmc.get_samples()
     assert set(draws) == {"z", "var", "loc"} | (
         {SITES[name]} if name in SITES else set()
     )
     az.from_numpyro(mcmc)
-    assert Predictive(model, draws)(random.key(1), X)["x"].shape == (3, N)
+    assert Predictive(model, draws)(random.key(1), X)["x"].shape == (20, N)
     explain(model, X)
     shown = capsys.readouterr().out
     assert "Not recognised" not in shown
@@ -227,7 +251,7 @@ def test_arviz_predictive_and_explain_take_the_model(name, capsys):
 
 def test_init_params_may_hold_the_weights():
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(dirichlet),
+        SubsampleAnnealedGibbs(dirichlet, split_merge=None),
         num_warmup=0,
         num_samples=2,
         progress_bar=False,
@@ -256,7 +280,7 @@ def test_a_finite_mixture_does_not_count_its_own_limit_as_capacity():
 
 def test_rows_that_are_out_read_minus_one():
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(stick_breaking),
+        SubsampleAnnealedGibbs(stick_breaking, split_merge=None),
         num_warmup=5,
         num_samples=2,
         progress_bar=False,

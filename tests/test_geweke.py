@@ -9,7 +9,8 @@ alternates a step of the kernel with new data given what the kernel drew. The mo
 written out once more here: the partition by the restaurant's urn, the parameters and
 the data by NumPy, so that nothing of the package draws from the prior. What no
 enumeration sees is tested here: draws of parameters that feed back, and more clusters
-than the narrowest compiled width.
+than the narrowest compiled width. Only rows move where the columns are of one kind;
+where they are of both, clusters are split and merged too.
 """
 
 from typing import NamedTuple
@@ -26,6 +27,7 @@ import numpyro.distributions as dist
 from numpyro_subanneal import (
     ChineseRestaurantProcess,
     PitmanYorProcess,
+    SplitMerge,
     SubsampleAnnealedGibbs,
     testing,
 )
@@ -53,6 +55,10 @@ class Case(NamedTuple):
     @property
     def num_clusters(self):
         return self.num_rows  # the capacity: nothing is truncated
+
+    @property
+    def split_merge(self):
+        return SplitMerge() if self.real and self.categorical else None
 
 
 CASES = {
@@ -232,7 +238,7 @@ def chains(case, start, data, num_steps, seed):
         model(data, concentration, discount, case)
 
     num_chains = len(start["z"])
-    kernel = SubsampleAnnealedGibbs(bound)
+    kernel = SubsampleAnnealedGibbs(bound, split_merge=case.split_merge)
     args = jnp.float32(case.concentration), jnp.float32(case.discount)
     first = {name: jnp.asarray(values[0]) for name, values in data.items()}
     state = kernel.init(random.key(0), 0, None, (first, *args), {})

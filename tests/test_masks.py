@@ -28,13 +28,14 @@ from numpyro.infer import MCMC, Predictive
 from numpyro_subanneal import (
     ChineseRestaurantProcess,
     NotRecognised,
+    SplitMerge,
     SubsampleAnnealedGibbs,
     explain,
     testing,
 )
 
-# Nearly all of the time is that of compiling; digits are compared where it is absent.
-quick = pytest.mark.quickly_compiled
+# Nearly all of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled
 
 K = 5
 X = blobs(10)
@@ -95,11 +96,12 @@ def run(
     code_mask=CODE_MASK,
     num_samples=20,
     jit_model_args=True,
+    split_merge=None,
     **options,
 ):
     # NB: with data as arguments most runs here are the same program, compiled once.
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(model),
+        SubsampleAnnealedGibbs(model, split_merge=split_merge),
         num_warmup=3,
         num_samples=num_samples,
         progress_bar=False,
@@ -116,15 +118,33 @@ def obs_mask_run():
     return run(by_obs_mask)
 
 
-@pytest.mark.parametrize("jit_model_args", [False, True])
-def test_what_sits_in_a_masked_cell_is_never_read(obs_mask_run, jit_model_args):
-    model, expected = by_obs_mask, obs_mask_run.get_samples()
+@pytest.mark.parametrize(
+    "jit_model_args, split_merge",
+    [
+        pytest.param(False, None, id="constants"),
+        # As users compile it.
+        pytest.param(
+            True,
+            SplitMerge(),
+            id="arguments, splits",
+            marks=pytest.mark.quickly_compiled(False),
+        ),
+    ],
+)
+def test_what_sits_in_a_masked_cell_is_never_read(
+    obs_mask_run, jit_model_args, split_merge
+):
+    model, mcmc = by_obs_mask, obs_mask_run
+    if split_merge is not None:
+        mcmc = run(model, split_merge=split_merge)
+    expected = mcmc.get_samples()
     rubbish = [np.nan, np.inf, -np.inf, -1.0, 1e6, 1e38]
     codes = [-1, 3, 1_000_000, -(2**31), 2**31 - 1, 99]
     x, c = X.copy(), CODES.copy()
     x[~MASK] = np.resize(rubbish, (~MASK).sum())
     c[~CODE_MASK] = np.resize(codes, (~CODE_MASK).sum())
-    got = run(model, x, codes=c, jit_model_args=jit_model_args).get_samples()
+    options = {"jit_model_args": jit_model_args, "split_merge": split_merge}
+    got = run(model, x, codes=c, **options).get_samples()
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert np.isfinite(value).all(), name
@@ -140,12 +160,13 @@ def test_the_ways_to_write_a_mask_agree(obs_mask_run):
         np.testing.assert_array_equal(third[name], value, err_msg=name)
 
 
-@quick
 def test_a_mask_of_ones_changes_nothing_but_rounding():
     # The same keys, and scores that differ in the last digits only.
     mask = np.ones_like(MASK)
     plain = MCMC(
-        SubsampleAnnealedGibbs(partial(by_handler, mask=True, code_mask=True)),
+        SubsampleAnnealedGibbs(
+            partial(by_handler, mask=True, code_mask=True), split_merge=None
+        ),
         num_warmup=3,
         num_samples=20,
         progress_bar=False,
@@ -159,7 +180,6 @@ def test_a_mask_of_ones_changes_nothing_but_rounding():
         )
 
 
-@quick
 def test_log_joint_is_that_of_the_cells_that_are_there():
     mcmc = run(by_handler)
     draws, fields = mcmc.get_samples(), mcmc.get_extra_fields()
@@ -178,7 +198,6 @@ def test_log_joint_is_that_of_the_cells_that_are_there():
         np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
-@quick
 @pytest.mark.parametrize("form", ["False", "scalar"])
 def test_a_column_without_any_cell_is_no_data(form):
     mask = {"False": False, "scalar": np.array(False)}
@@ -188,7 +207,6 @@ def test_a_column_without_any_cell_is_no_data(form):
     np.testing.assert_array_equal(mcmc.get_samples()["z"], expected.get_samples()["z"])
 
 
-@quick
 def test_a_mask_of_rows():
     rows = np.arange(10)[:, None] % 3 > 0
     narrow = run(by_handler, mask=rows).get_samples()
@@ -196,13 +214,12 @@ def test_a_mask_of_rows():
     np.testing.assert_array_equal(narrow["z"], full["z"])
 
 
-@quick
 def test_all_rows_without_cells_follow_the_prior():
     # 4,000 draws of 3 rows, thinned until they are close to independent: chi-square
     # with a false alarm of 1e-3.
     nothing = np.zeros((3, 2), bool)
     mcmc = MCMC(
-        SubsampleAnnealedGibbs(by_handler),
+        SubsampleAnnealedGibbs(by_handler, split_merge=None),
         num_warmup=2,
         num_samples=500,
         thinning=5,
@@ -217,7 +234,6 @@ def test_all_rows_without_cells_follow_the_prior():
     assert testing.goodness_of_fit(index, probs).p_value > 1e-3
 
 
-@quick
 @pytest.mark.parametrize("chain_method", ["vectorized", "parallel"])
 def test_several_chains(chain_method):
     mcmc = run(by_obs_mask, num_chains=2, chain_method=chain_method)
@@ -240,7 +256,6 @@ def test_masked_cells_are_drawn_and_arviz_and_predictive_go_on(obs_mask_run):
     )
 
 
-@quick
 def test_masked_cells_follow_the_likelihood_of_their_cluster():
     # 10^4 draws of standardised masked cells: Kolmogorov-Smirnov at 1e-4.
     mcmc = run(by_obs_mask, num_samples=1000)
@@ -251,7 +266,6 @@ def test_masked_cells_follow_the_likelihood_of_their_cluster():
     assert stats.kstest(residual, "norm").pvalue > 1e-4
 
 
-@quick
 def test_explain_counts_masked_cells(capsys):
     explain(by_obs_mask, X, MASK, CODES, CODE_MASK)
     shown = capsys.readouterr().out
@@ -259,7 +273,6 @@ def test_explain_counts_masked_cells(capsys):
     assert "x_unobserved      masked cells" in shown
 
 
-@quick
 def test_x64():
     with jax.enable_x64(True):
         draws = run(by_handler).get_samples()
@@ -276,7 +289,6 @@ def refused(model, *args, **kwargs):
     return str(error.value)
 
 
-@quick
 @by_form
 def test_a_bad_cell_that_is_not_masked_is_refused(model):
     x = X.copy()
@@ -288,7 +300,6 @@ def test_a_bad_cell_that_is_not_masked_is_refused(model):
     assert "numpyro.handlers.mask" in message
 
 
-@quick
 def test_a_mask_that_is_not_a_constant_is_refused():
     def model(x):
         loc, var, _ = parameters()
@@ -301,7 +312,6 @@ def test_a_mask_that_is_not_a_constant_is_refused():
     assert "mask" in message and "'x'" in message and "'z'" in message
 
 
-@quick
 @pytest.mark.parametrize("site", ["var", "z"])
 def test_a_masked_latent_site_is_refused(site):
     def model(x):
@@ -318,7 +328,6 @@ def test_a_masked_latent_site_is_refused(site):
     assert f"'{site}'" in message and "masked" in message
 
 
-@quick
 @pytest.mark.parametrize("num_rows", [4, 2])
 def test_a_partly_masked_event_is_refused(num_rows):
     # Also where a mask of cells has by chance a shape that NumPyro would broadcast.

@@ -467,7 +467,7 @@ def test_forms_by_precision_make_the_moves_of_those_by_variance(name):
     for pair in (name, TWINS[name]):
         (case,) = [c for c in CASES if c.pair == pair]
         args = case, case.x.astype(np.float32), np.ones(case.x.shape[:2], bool)
-        _, components, _ = read(recognise(model, args, {}), model, args, {}, {})
+        components = read(recognise(model, args, {}), model, args, {}, {}).components
         leaves = jax.tree.leaves(components)
         read_off.append([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
     assert len(read_off[0]) > len({"mean", "kappa", "shape", "rate"})
@@ -533,7 +533,8 @@ def test_prior_probabilities_sum_to_one():
 
 # --- Sampling -----------------------------------------------------------------
 
-NUM_CHAINS, KEPT, THINNING, DROPPED = 40, 240, 4, 8
+NUM_CHAINS, KEPT, THINNING, DROPPED = 40, 100, 4, 4
+KEPT_OF_SPLITS = 60  # which take longer
 # Of each kind of statistics one pair.
 FAMILIES = (
     "DirichletCategorical",
@@ -608,7 +609,7 @@ def splits_and_merges(rng_key, prior, components, z, subsample):
 
 
 @cache
-def sampled(name, moves=moves_of_rows):
+def sampled(name, moves=moves_of_rows, kept=KEPT):
     """Partitions drawn, ``[masks, priors, draws, N]``, what is masked being rubbish."""
     (case,) = [c for c in CASES if c.pair == name]
     masks = masks_of(case)
@@ -618,7 +619,7 @@ def sampled(name, moves=moves_of_rows):
     plan = recognise(model, (case, x[0], masks[0]), {})
 
     def chain(rng_key, x, mask, which):
-        _, components, _ = read(plan, model, (case, x, mask), {}, {})
+        components = read(plan, model, (case, x, mask), {}, {}).components
 
         def step(carry, rng_key):
             z, order = carry
@@ -627,44 +628,52 @@ def sampled(name, moves=moves_of_rows):
             return (z, order), z
 
         start = jnp.zeros(N, jnp.int32), jnp.arange(N, dtype=jnp.int32)
-        return lax.scan(step, start, random.split(rng_key, KEPT))[1]
+        return lax.scan(step, start, random.split(rng_key, kept))[1]
 
-    keys = random.split(random.key(0), (3, 4, NUM_CHAINS))
-    run = jax.vmap(chain, (0, None, None, None))
-    run = jax.vmap(run, (0, None, None, 0))
-    run = jax.jit(jax.vmap(run, (0, 0, 0, None)))
+    # NB: all laws on one axis. Each level of `jax.vmap` makes the loops longer.
+    shape = len(masks), len(PRIOR_NAMES), NUM_CHAINS
+    mask, which = (i.ravel() for i in np.indices(shape)[:2])
+    keys = random.split(random.key(1), mask.size)
+    run = jax.jit(jax.vmap(chain))
     with numpyro.validation_enabled(False):
-        z = run(keys, x, masks, jnp.arange(4))
-    return np.asarray(z)[..., DROPPED:, :].reshape(3, 4, -1, N)
+        z = run(keys, x[mask], masks[mask], which)
+    return np.asarray(z)[:, DROPPED:].reshape(*shape[:2], -1, N)
 
 
 @sampled_cases
 def test_partitions_follow_the_enumerated_posterior(case):
-    # 14,848 draws for each of twelve laws, thinned until their correlation is low.
-    # False alarm: below 1e-3 a pair, 3 % for all.
+    # 3,840 draws for each of twelve laws, thinned until their correlation is low. False
+    # alarm: 1e-3 a pair, 2.1 % for all.
     assert_follows_the_posterior(case, sampled(case.pair))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_splits_and_merges_follow_the_enumerated_posterior(name):
-    # Of these alone, for a pair of each family. False alarm: 1e-3 each, 0.7 % for all.
+    # Of these alone, for a pair of each family, 2,240 draws for each law. False alarm:
+    # 1e-3 each, 0.7 % for all.
     (case,) = [c for c in CASES if c.pair == name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splitmerge, "_CHUNK", 4)  # of five rows
-        draws = sampled(name, splits_and_merges)
+        draws = sampled(name, splits_and_merges, KEPT_OF_SPLITS)
     assert_follows_the_posterior(case, draws)
 
 
 def assert_follows_the_posterior(case, draws):
-    worst = 1.0
+    """
+    Chi-square of each of the twelve laws at 5e-4 for all, and all of them together, by
+    Fisher's method, at 5e-4: what is wrong a little in each shows there.
+    """
+    logs = []
     for i, mask in enumerate(masks_of(case)):
         expected = exact(case, mask)
         for j in range(4):
             index = testing.partition_index(draws[i, j], PARTITIONS)
             report = testing.goodness_of_fit(index, expected[j])
-            assert report.p_value > 1e-3 / 12, (MASK_NAMES[i], PRIOR_NAMES[j], report)
-            worst = min(worst, report.p_value)
-    print(f"smallest p of twelve: {worst:.3g}")
+            assert report.p_value > 5e-4 / 12, (MASK_NAMES[i], PRIOR_NAMES[j], report)
+            logs.append(np.log(report.p_value))
+    together = stats.chi2.sf(-2 * sum(logs), 2 * len(logs))
+    print(f"smallest p of twelve: {np.exp(min(logs)):.3g}; of all: {together:.3g}")
+    assert together > 5e-4, np.exp(logs)
 
 
 @by_case

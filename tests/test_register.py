@@ -68,6 +68,7 @@ def test_the_readmes_pair_is_short():
     assert len(CODE.splitlines()) <= 65
 
 
+@pytest.mark.quickly_compiled
 def test_the_readmes_pair_obeys_the_laws():
     hyper = {"loc": 0.5, "shape": 2.0, "rate": 1.5}
     examples = [
@@ -77,6 +78,7 @@ def test_the_readmes_pair_obeys_the_laws():
     testing.check_conjugate(InverseGammaLaplace(), examples, num_moves=20_000)
 
 
+@pytest.mark.quickly_compiled(level=1)
 def test_a_registered_pair_is_sampled_exactly(capsys):
     # Against the enumeration, the marginal by quadrature over the prior's quantiles.
     # 12,000 draws of 52 partitions; false alarm 1e-3.
