@@ -56,7 +56,7 @@ from jax.scipy.special import logsumexp
 import numpy as np
 
 from numpyro_subanneal.distributions import PartitionDistribution
-from numpyro_subanneal.rows import Clusters, Component, count_views, uniform
+from numpyro_subanneal.rows import Clusters, Component, count_views, gumbel, uniform
 from numpyro_subanneal.subsample import Subsample, below, over_chains
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
@@ -235,12 +235,13 @@ def draw_vacant(
         num = (counts > 0).sum(-1, dtype=jnp.int32)
         new = jnp.exp(prior.log_weight_new(num, jnp.broadcast_to(i, num.shape)))
         ends = lax.associative_scan(jnp.add, weights, axis=1)
+        # A new cluster has the low end, where floats are fine.
         level = u[i - first] * (ends[:, -1] + new)
-        k = (ends <= level[:, None]).sum(-1, dtype=jnp.int32)
-        # Clusters are opened in the order of the slots.
-        opens = k == capacity
+        opens = (level < new) | (num == 0)
         fits = fits & ~(live & opens & (num == capacity))
-        k = jnp.where(opens, jnp.minimum(num, capacity - 1), k)
+        k = (ends <= (level - new)[:, None]).sum(-1, dtype=jnp.int32)
+        # Clusters are opened in the order of the slots.
+        k = jnp.where(opens, jnp.minimum(num, capacity - 1), jnp.minimum(k, num - 1))
         here = slots == k[:, None]
         counts = counts + jnp.where(live & here, 1, 0)
         own = jnp.where(here, counts, 0).sum(-1, keepdims=True)
@@ -389,7 +390,7 @@ def _gibbs(num_sweeps, rng_key, scene, site, state):
     prior, fit = scene.feature_priors[site], state.fit[site]
     usable = _usable(scene, site, state)
     num = scene.layout.num_elements[site]
-    noise = random.gumbel(rng_key, (num_sweeps, *fit.shape))
+    noise = gumbel(rng_key, (num_sweeps, *fit.shape))
 
     def move(i, carry):
         labels, sizes, moved = carry
@@ -423,8 +424,9 @@ def _share_out_sets(num_sets, rng_key, scene, site, state):
         Elements of the two views seated one by one: by `u` ``[elements]``, or as they
         are if that is None.
 
-        :return: labels, and the log of the product of both weights' sums, which is that
-            of prior over probability of the draw.
+        :return: labels, and the log of the product of the probabilities that an element
+            goes into either of the two, which is that of prior over probability of the
+            draw.
         """
         mine = (labels == pair[0]) | (labels == pair[1])
         sizes = jnp.zeros(num_views, jnp.int32)
@@ -432,7 +434,13 @@ def _share_out_sets(num_sets, rng_key, scene, site, state):
 
         def seat(e, carry):
             seated, sizes, total = carry
-            log_weight = _log_weights(prior, sizes)[pair]
+            # Probabilities: weights of some priors have a common factor that depends on
+            # the number of views.
+            every = _log_weights(prior, sizes)
+            occupied = sizes > 0
+            new = prior.log_weight_new(occupied.sum(dtype=jnp.int32), sizes.sum())
+            old = logsumexp(jnp.where(occupied, every, -jnp.inf))
+            log_weight = every[pair] - jnp.logaddexp(old, new)
             both = jnp.logaddexp(log_weight[0], log_weight[1])
             if u is None:
                 second = labels[e] == pair[1]
@@ -490,7 +498,7 @@ def _guided(num_guided, rng_key, scene, site, state):
         others = sizes > 0
         birth = others[own]
         log_weight = jnp.where(others, _log_weights(prior, sizes) + fit[e], -jnp.inf)
-        noise = random.gumbel(random.fold_in(key_choice, 1), log_weight.shape)
+        noise = gumbel(random.fold_in(key_choice, 1), log_weight.shape)
         target = jnp.argmax(log_weight + noise).astype(jnp.int32)
         vacant = ~others
         nth = below(bits[1], vacant.sum(dtype=jnp.int32))
@@ -549,7 +557,7 @@ def _gather_round(rng_key, scene, site, state):
     """
     prior, fit = scene.feature_priors[site], state.fit[site]
     num = fit.shape[0]
-    noise = random.gumbel(rng_key, fit.shape)
+    noise = gumbel(rng_key, fit.shape)
 
     def move(e, carry):
         labels, sizes = carry

@@ -478,7 +478,55 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 given[name] = self._check_labels(
                     name, init_params[name], batch_shape, shape, num_warmup, composite
                 )
+        if plan.viewed:
+            self._check_views(given, num_warmup, composite)
         return given
+
+    def _check_views(self, given, num_warmup, composite):
+        """That assignments which are given are whole: of the same rows in all views
+        that have features."""
+        plan = self._plan
+        rows_given = [p.name for p in plan.partitions if p.name in given]
+        missing = [name for name in plan.assigned if name not in given]
+        if rows_given and missing:
+            raise ValueError(
+                f"`init_params` has assignments of partition site '{rows_given[0]}', "
+                f"but not of {missing}: which rows are in is said of all views at once."
+            )
+        traced = any(isinstance(v, jax.core.Tracer) for v in given.values())
+        if not rows_given or composite or traced:
+            return
+        is_in = []
+        for i, p in enumerate(plan.partitions):
+            inside = np.asarray(given[p.name]) >= 0
+            inside = inside.reshape(-1, p.num_views or 1, p.num_rows)
+            if p.features is None:
+                known = {
+                    v
+                    for m in plan.memberships
+                    for site, v in zip(m.partition, m.view, strict=True)
+                    if site == i
+                }
+                is_in.append(inside[:, sorted(known)])
+                continue
+            views = np.asarray(given[p.features]).reshape(len(inside), -1)
+            for chain, view in zip(inside, views, strict=True):
+                is_in.append(chain[None, np.unique(view)])
+        for inside in is_in:
+            bad = inside.any(1) & ~inside.all(1)
+            if num_warmup == 0:
+                bad |= ~inside.all(1)
+            if bad.any():
+                row = int(np.argwhere(bad)[0, 1])
+                raise ValueError(
+                    f"Initial assignments have -1 for row {row} in a view that has "
+                    "features"
+                    + (
+                        ": without a warm-up all rows are in."
+                        if num_warmup == 0
+                        else ", but not in all of these."
+                    )
+                )
 
     def _check_labels(self, site, z, batch_shape, shape, num_warmup, composite):
         plan = self._plan
@@ -736,6 +784,17 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             return found.prior, found.components
 
         z, labels = self._from_draw(state.z)
+        hyper_state = state.hyper_state
+        per_view = any(site.per_view is not None for site in plan.hyper)
+        if self._hyper is not None and per_view:
+            # Such a kernel, once adapted, does not treat all views alike. To start each
+            # step at labels that mean something would not be exact.
+            rng_key, key_views = random.split(rng_key)
+            start = rows.Clusters(z, jnp.zeros((z.shape[1], 1), jnp.int32), (), labels)
+            start, hyper, hyper_state = self._relabel_views(
+                start, hyper, hyper_state, key_views
+            )
+            z, labels = start.z, start.labels
         if composite:
             # There every row has a label, for the others to see.
             place = (
@@ -750,7 +809,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         step = rows.run_step(
             key_moves,
             law,
-            (hyper, state.hyper_state),
+            (hyper, hyper_state),
             z,
             plan.capacity,
             Subsample(state.order, state.subsample_size),
@@ -892,8 +951,11 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         }
         return reading.redraw(rng_key, plan, self._model, args, kwargs, hyper, by_site)
 
-    def _relabel_views(self, clusters, hyper, hyper_state):
-        """Views numbered by the first feature of each; those without come last."""
+    def _relabel_views(self, clusters, hyper, hyper_state, rng_key=None):
+        """
+        Views numbered by the first feature of each, those without last; or in random
+        order, if there is a key.
+        """
         plan = self._plan
         layout = plan.layout
         z, counts, stats, labels = clusters
@@ -903,6 +965,9 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             order = jnp.arange(size, dtype=jnp.int32)
             if p.features is not None:
                 order = first_appearance(labels[i], size)
+                if rng_key is not None:
+                    key = random.fold_in(rng_key, i)
+                    order = random.permutation(key, jnp.arange(size, dtype=jnp.int32))
                 place = jnp.zeros(size, jnp.int32).at[order].set(jnp.arange(size))
                 labels[i] = place[labels[i]]
             orders.append(order + layout.offsets[i])

@@ -355,7 +355,7 @@ def _run_moves(
 
         def fill(i, noise):
             key = random.fold_in(rng_key, segment * num_blocks * num_pieces + i)
-            part = _gumbel(key, (1, piece, _NOISE))
+            part = gumbel(key, (1, piece, _NOISE))
             block, first = i // pieces, i % pieces * piece
             zero = jnp.zeros_like(first)
             return lax.dynamic_update_slice(noise, part, (block, first, zero))
@@ -385,7 +385,7 @@ def _run_moves(
     return clusters, refused
 
 
-def _gumbel(rng_key: Array, shape: tuple[int, ...]) -> Array:
+def gumbel(rng_key: Array, shape: tuple[int, ...]) -> Array:
     """
     Gumbel noise in which rare large values are as frequent as they should be.
 

@@ -9,6 +9,7 @@ The data are noise, so that the posterior is spread over many states. Keys are f
 nothing is retried; a comment at each test states its false-alarm rate.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -70,6 +71,7 @@ TABLES = {
     "mixed 5x2": make_table(5, 1, 1, False, 4),
     "mixed 4x3 masked": make_table(4, 1, 2, True, 5),
     "real 4x3": make_table(4, 3, 0, False, 6),
+    "real 3x4": make_table(3, 4, 0, False, 7),
 }
 
 
@@ -88,6 +90,10 @@ LAWS = {
 }
 
 
+def masked(mask):
+    return nullcontext() if mask.all() else handlers.mask(mask=jnp.asarray(mask))
+
+
 def model(table, of_features, of_rows, num_views, capacity):
     num_rows, num_real = table.real.shape
     num_columns = num_real + table.codes.shape[1]
@@ -101,7 +107,7 @@ def model(table, of_features, of_rows, num_views, capacity):
                 var = numpyro.sample("var", dist.InverseGamma(SHAPE, RATE))
                 loc = numpyro.sample("loc", dist.Normal(MEAN, jnp.sqrt(var / KAPPA)))
             with numpyro.plate("real_rows", num_rows, dim=-2):
-                with handlers.mask(mask=jnp.asarray(table.mask[:, :num_real])):
+                with masked(table.mask[:, :num_real]):
                     fn = dist.Normal(loc[k, d], jnp.sqrt(var[k, d]))
                     numpyro.sample("x", fn, obs=table.real)
     if num_columns > num_real:
@@ -112,7 +118,7 @@ def model(table, of_features, of_rows, num_views, capacity):
                     "probs", dist.Dirichlet(jnp.asarray(CONCENTRATION))
                 )
             with numpyro.plate("rows", num_rows, dim=-2):
-                with handlers.mask(mask=jnp.asarray(table.mask[:, num_real:])):
+                with masked(table.mask[:, num_real:]):
                     fn = dist.Categorical(probs[k, d])
                     numpyro.sample("a", fn, obs=table.codes)
 
@@ -201,6 +207,10 @@ RUNS = {
         "mixed 4x3 masked", "dp dp", 3, 4, FeatureMoves(2, 2, 1), SplitMerge(1, 1),
         PriorGibbs(),
     ),
+    # The columns of two views of two cannot part one by one.
+    "guided of four": (
+        "real 3x4", "dp py", 2, 3, FeatureMoves(0, 0, 3), None, None,
+    ),
     # Fewer views and clusters than there could be.
     "restricted": (
         "real 4x3", "py py", 2, 2, FeatureMoves(1, 2, 2), SplitMerge(1, 0), None,
@@ -272,8 +282,8 @@ def assert_law(index, probs):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_states_follow_the_enumerated_posterior(run):
-    # All states, and the partition of the features alone: of false alarms 1.3 % for the
-    # six runs together.
+    # All states, and the partition of the features alone: of false alarms 1.5 % for the
+    # seven runs together.
     name, law, num_views, capacity, *_ = RUNS[run]
     states = exact(name, law, num_views, capacity)
     index = sampled(run).index

@@ -17,7 +17,7 @@ from scipy import stats
 import numpyro.distributions as dist
 
 from numpyro_subanneal.conjugate.base import draw, loggamma
-from numpyro_subanneal.rows import _gumbel
+from numpyro_subanneal.rows import gumbel
 
 # Kolmogorov-Smirnov above 1e-4 everywhere: a false alarm in 0.2 % for the file.
 LEAST_P = 1e-4
@@ -80,7 +80,7 @@ def test_wishart_variates():
 
 
 def test_gumbel_noise_and_its_tail():
-    found = np.asarray(_gumbel(random.key(8), (1_000_000,)), float)
+    found = np.asarray(gumbel(random.key(8), (1_000_000,)), float)
     assert stats.kstest(found, stats.gumbel_r.cdf).pvalue > LEAST_P
     # Of 2^27 variates 15.1 exceed 16 on the average; less than 3 or more than 36 do in
     # 5 of 100,000 right samplers.
@@ -88,7 +88,7 @@ def test_gumbel_noise_and_its_tail():
     @jax.jit
     def count(key):
         def more(total, key):
-            return total + (_gumbel(key, (2**21,)) > 16).sum(), None
+            return total + (gumbel(key, (2**21,)) > 16).sum(), None
 
         return lax.scan(more, jnp.int32(0), random.split(key, 2**6))[0]
 

@@ -269,16 +269,15 @@ class ByView(NamedTuple):
     Features that are in different views, each with clusters of its own.
 
     - **index** - view of each feature, ``[features]``.
-    - **member** - the same as ones and zeros, ``[views, features]``.
+    - **slots** - the numbers of the views, ``[views]``.
     """
 
     index: Array
-    member: Array
+    slots: Array
 
     @classmethod
     def make(cls, index: Array, num_views: int) -> "ByView":
-        member = index == jnp.arange(num_views)[:, None]
-        return cls(index, member.astype(jnp.result_type(float)))
+        return cls(index, jnp.arange(num_views, dtype=jnp.int32))
 
 
 def at_features(k: Array, view: ByView | None) -> Array:
@@ -290,7 +289,7 @@ def sum_features(each: Array, view: ByView | None) -> Array:
     """Sum over features, the first axis; of each view apart, ``[views, ...]``."""
     if view is None:
         return each.sum(0)
-    return jax.ops.segment_sum(each, view.index, view.member.shape[0])
+    return jax.ops.segment_sum(each, view.index, view.slots.shape[0])
 
 
 class AbstractBlock(ABC):
