@@ -156,8 +156,10 @@ def test_the_ways_to_write_a_mask_agree(obs_mask_run):
     third = obs_mask_run.get_samples()
     assert set(first) == set(second) < set(third)
     for name, value in first.items():
-        np.testing.assert_array_equal(second[name], value, err_msg=name)
-        np.testing.assert_array_equal(third[name], value, err_msg=name)
+        # Different programs, in which the last digit may differ; labels are the same.
+        same = {"rtol": 0 if name == "z" else 1e-5, "err_msg": name}
+        np.testing.assert_allclose(second[name], value, **same)
+        np.testing.assert_allclose(third[name], value, **same)
 
 
 def test_a_mask_of_ones_changes_nothing_but_rounding():

@@ -31,6 +31,7 @@ def test_public_names_are_these():
         "AbstractConjugatePair",
         "AbstractSchedule",
         "ChineseRestaurantProcess",
+        "FeatureMoves",
         "FiniteDirichletMixture",
         "Grid",
         "LinearSchedule",
