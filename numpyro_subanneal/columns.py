@@ -56,7 +56,7 @@ from jax.scipy.special import logsumexp
 import numpy as np
 
 from numpyro_subanneal.distributions import PartitionDistribution
-from numpyro_subanneal.rows import Clusters, Component, count_views, gumbel, uniform
+from numpyro_subanneal.rows import Clusters, Component, gumbel, uniform
 from numpyro_subanneal.subsample import Subsample, below, over_chains
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
@@ -173,8 +173,11 @@ def move_features(
     scene = _Scene(prior, feature_priors, components, subsample, layout, capacity)
     key_vacant, key_gibbs, key_sets, key_guided = random.split(rng_key, 4)
     occupied = layout.num_features(clusters.labels) > 0
-    z, counts, usable = _draw_vacant(key_vacant, scene, clusters, occupied)
-    stats = _count_all(scene, z)
+    z, drawn, usable = draw_vacant(
+        key_vacant, prior, clusters.z, subsample, capacity, ~occupied
+    )
+    counts = jnp.where(occupied[:, None], clusters.counts, drawn)
+    stats = _count(scene, z)
     state = _State(
         clusters.labels,
         usable,
@@ -212,7 +215,7 @@ def draw_vacant(
     subsample: Subsample,
     capacity: int,
     vacant: Array,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """
     Partitions of the rows that are in, drawn from their prior: one row after another.
 
@@ -222,8 +225,9 @@ def draw_vacant(
     :param subsample: which rows are in.
     :param int capacity: number of clusters that can be represented.
     :param vacant: which views get a new partition, ``[views]``.
-    :return: assignments, and for each view whether all its clusters could be
-        represented; if not, the rest of its rows are in the last cluster.
+    :return: assignments, sizes of the clusters ``[views, K]`` (of vacant views), and
+        for each view whether all its clusters could be represented; if not, the rest
+        of its rows are in the last cluster.
     """
     num_views = z.shape[1]
     slots = jnp.arange(capacity, dtype=jnp.int32)
@@ -264,20 +268,14 @@ def draw_vacant(
         jnp.zeros((num_views, capacity)),
         jnp.ones(num_views, bool),
     )
-    z, _, _, fits = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
-    return z, fits | ~vacant
+    z, counts, _, fits = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
+    return z, counts, fits | ~vacant
 
 
-def _draw_vacant(rng_key, scene, clusters, occupied):
-    prior, _, _, subsample, _, capacity = scene
-    z, usable = draw_vacant(rng_key, prior, clusters.z, subsample, capacity, ~occupied)
-    counts = jnp.where(occupied[:, None], clusters.counts, count_views(z, capacity))
-    return z, counts, usable
-
-
-def _count_all(scene, z):
-    """Statistics of all features under every view of the rows that are in."""
-    _, _, components, subsample, layout, capacity = scene
+def _count(scene, z):
+    """Statistics of all features under assignments `z` ``[N, views]`` of the rows that
+    are in: views first."""
+    _, _, components, subsample, _, capacity = scene
     stop = over_chains(subsample.size)
 
     def add_row(i, stats):
@@ -297,28 +295,10 @@ def _count_all(scene, z):
     def start(c):
         empty = c.block.empty(c.hyper, capacity)
         return jax.tree.map(
-            lambda s: jnp.broadcast_to(s, (layout.num_views, *s.shape)), empty
+            lambda s: jnp.broadcast_to(s, (z.shape[1], *s.shape)), empty
         )
 
     return lax.fori_loop(0, stop, add_row, tuple(start(c) for c in components))
-
-
-def _count_one(scene, z):
-    """Statistics of all features under the assignments `z` ``[N]``."""
-    _, _, components, subsample, _, capacity = scene
-    stop = over_chains(subsample.size)
-
-    def add_row(i, stats):
-        row = subsample.order[i]
-        k = jnp.maximum(z[row], 0)
-        live = i < subsample.size
-        return tuple(
-            c.block.add(c.hyper, s, c.block.row(c.hyper, c.data, row), k, live)
-            for c, s in zip(components, stats, strict=True)
-        )
-
-    start = tuple(c.block.empty(c.hyper, capacity) for c in components)
-    return lax.fori_loop(0, stop, add_row, start)
 
 
 def _evidence(scene, stats):
@@ -523,7 +503,7 @@ def _guided(num_guided, rng_key, scene, site, state):
         opened = accept & birth
 
         def open_view(_, state):
-            stats = _count_one(scene, z)
+            stats = jax.tree.map(lambda s: s[0], _count(scene, z[:, None]))
             every = jax.tree.map(
                 lambda a, b: a.at[view].set(jnp.where(opened, b, a[view])),
                 state.stats,

@@ -40,7 +40,6 @@ from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.probe import Prober, Seats, column_name, pair_name
 from numpyro_subanneal.reading import (
     HyperSite,
-    Membership,
     Partition,
     Plan,
     with_array_arguments,
@@ -57,6 +56,7 @@ from numpyro_subanneal.skeleton import (
     read_skeleton,
     run_trace,
 )
+from numpyro_subanneal.views import Membership
 
 # --- recognition -------------------------------------------------------------------
 

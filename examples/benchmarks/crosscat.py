@@ -27,6 +27,7 @@ import time
 import jax
 from jax import random
 import numpy as np
+from split_merge import adjusted_rand  # beside this file
 
 import numpyro
 
@@ -57,19 +58,6 @@ def planted(num_rows, num_columns, num_views, num_clusters, seed=0):
     x = centre[z[view], np.arange(num_columns)[:, None]].T
     x = x + rng.normal(size=x.shape)
     return x.astype(np.float32), view, z
-
-
-def adjusted_rand(a, b):
-    """Hubert and Arabie (1985): agreement beyond chance; 1 for equal partitions."""
-    table = np.zeros((a.max() + 1, b.max() + 1))
-    np.add.at(table, (a, b), 1)
-
-    def pairs(n):
-        return (n * (n - 1) / 2).sum()
-
-    both, of_a, of_b = pairs(table), pairs(table.sum(1)), pairs(table.sum(0))
-    expected = of_a * of_b / pairs(np.array([len(a)]))
-    return (both - expected) / ((of_a + of_b) / 2 - expected)
 
 
 def agreement(state, view, z):
