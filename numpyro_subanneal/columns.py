@@ -16,7 +16,7 @@ the weight of an occupied view is that of the partition's urn, and that of a new
 shared by all that are vacant when the element is taken out, the one that it may have
 left among them.
 
-Three moves leave this distribution invariant:
+Four moves leave this distribution invariant:
 
 - *Gibbs*: every element in turn (Obermeyer et al., 2014, section 4, "a non-conjugate
   Gibbs-sampler").
@@ -32,6 +32,17 @@ Three moves leave this distribution invariant:
   :math:`w_\text{new} Z / \sum_v w_v e^{L_v}`, the sum over all other occupied views.
   Partitions that are drawn from the prior fit the data only while there are few rows;
   this move finds some that do at any number.
+- *Splits and merges*: two elements are chosen. If they are of one view, it is split
+  between them, and if of two, these become one. The partitions of the rows of all that
+  is new are drawn by sequential imputation, each from the data of its own elements. The
+  other elements are shared out, as by Jain and Neal (2004) for rows, by how well they
+  fit partitions that no part of the state goes into but these two elements and the set
+  of the others. With :math:`p` the probability of the feature partition, :math:`q` that
+  of how the others are shared out, and :math:`Z` the product over rows for the elements
+  of a whole view, the ratio of a split of :math:`v` into :math:`a` and :math:`b` is
+  :math:`p_{ab} Z_a Z_b / (p_v Z_v q)`. Where a view has the clusters of two, each of
+  its elements is better off there than in a new view, until the others leave too and
+  the clusters are made anew: no other move does all of that.
 
 A view whose partition has more clusters than can be represented has probability zero.
 So a vacant view that drew such a one is not moved into.
@@ -42,6 +53,8 @@ So a vacant view that drew such a one is not moved into.
    (2000), algorithm 8
 2. *Sequential Importance Sampling for Nonparametric Bayes Models: The Next Generation*,
    S. N. MacEachern, M. Clyde, J. S. Liu (1999)
+3. *A Split-Merge Markov Chain Monte Carlo Procedure for the Dirichlet Process Mixture
+   Model*, S. Jain, R. M. Neal (2004)
 """
 
 from collections.abc import Sequence
@@ -55,6 +68,7 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 import numpy as np
 
+from numpyro_subanneal.conjugate.base import ByView
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.rows import Clusters, Component, gumbel, uniform
 from numpyro_subanneal.subsample import Subsample, below, over_chains
@@ -63,6 +77,13 @@ from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
 
 # Random numbers are drawn for so many rows at a time.
 _CHUNK = 256
+
+# A view is split, or two merged, at every turn of so many rows, and of more as often as
+# keeps the rows that are visited as many.
+_ALWAYS = 256
+
+# How often elements are shared out, and partitions drawn, on the way to a split.
+_NUM_LAUNCH = 2
 
 
 @dataclass(frozen=True)
@@ -76,14 +97,19 @@ class FeatureMoves:
     :param int num_sets: proposals to share out the features of two views anew.
     :param int num_guided: proposals to move a feature to a new view drawn from its
         data, or back; each takes a pass over the rows of that feature.
+    :param int num_splits: proposals to split a view in two or to merge two, with new
+        partitions of the rows; each takes a few passes over the rows of all features.
+        Where the subsample has `n` rows, more than 256, each is made with probability
+        ``256 / n``.
     """
 
     num_sweeps: int = 4
     num_sets: int = 16
     num_guided: int = 2
+    num_splits: int = 1
 
     def __post_init__(self):
-        for name in ("num_sweeps", "num_sets", "num_guided"):
+        for name in ("num_sweeps", "num_sets", "num_guided", "num_splits"):
             value = getattr(self, name)
             if (
                 isinstance(value, bool)
@@ -102,16 +128,18 @@ class FeatureRecord(NamedTuple):
     - **moved** - number of elements that a Gibbs move has put into another view.
     - **sets** - accepted proposals to share out the elements of two views.
     - **guided** - accepted proposals of a view drawn from the data, or back.
+    - **splits**, **merges** - accepted proposals to split a view, to merge two.
     """
 
     moved: Array
     sets: Array
     guided: Array
+    splits: Array
+    merges: Array
 
     @classmethod
     def start(cls) -> "FeatureRecord":
-        zero = jnp.zeros((), jnp.int32)
-        return cls(zero, zero, zero)
+        return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
 
 class _State(NamedTuple):
@@ -171,29 +199,30 @@ def move_features(
     """
     capacity = clusters.counts.shape[-1]
     scene = _Scene(prior, feature_priors, components, subsample, layout, capacity)
-    key_vacant, key_gibbs, key_sets, key_guided = random.split(rng_key, 4)
+    key_vacant, *move_keys = random.split(rng_key, 5)
     occupied = layout.num_features(clusters.labels) > 0
     z, drawn, usable = draw_vacant(
         key_vacant, prior, clusters.z, subsample, capacity, ~occupied
     )
     counts = jnp.where(occupied[:, None], clusters.counts, drawn)
     stats = _count(scene, z)
-    state = _State(
-        clusters.labels,
-        usable,
-        z,
-        counts,
-        stats,
-        _fit(scene, stats),
-        record,
-    )
+    fit = []
+    for site, (start, size) in enumerate(
+        zip(layout.offsets, layout.sizes, strict=True)
+    ):
+        own = jax.tree.map(lambda s, a=start, n=size: s[a : a + n], stats)
+        fit.append(_fit(scene, own, site))
+    state = _State(clusters.labels, usable, z, counts, stats, tuple(fit), record)
     for site, feature_prior in enumerate(feature_priors):
         if feature_prior is None:
             continue
-        keys = [random.fold_in(k, site) for k in (key_gibbs, key_sets, key_guided)]
+        keys = [random.fold_in(key, site) for key in move_keys]
         state = _share_out_sets(options.num_sets, keys[1], scene, site, state)
         state = _gibbs(options.num_sweeps, keys[0], scene, site, state)
+        # NB: after these two no partition of a vacant view is looked at: what those
+        # leave vacant has one that is not drawn from the prior.
         state = _guided(options.num_guided, keys[2], scene, site, state)
+        state = _split_and_merge(options.num_splits, keys[3], scene, site, state)
     index = layout.index(state.labels)
     chosen = tuple(
         c.block.choose(s, view)
@@ -321,20 +350,14 @@ def _by_element(scene, site, each):
     return total
 
 
-def _fit(scene, stats):
-    layout = scene.layout
+def _fit(scene, stats, site):
+    """Log marginal likelihood of the elements of a site under some views' statistics,
+    ``[elements, views]``."""
 
     def one(stats):
-        each = _evidence(scene, stats)
-        return tuple(
-            _by_element(scene, site, each) for site in range(len(layout.sizes))
-        )
+        return _by_element(scene, site, _evidence(scene, stats))
 
-    found = jax.vmap(one)(stats)
-    return tuple(
-        f[start : start + size].T
-        for f, start, size in zip(found, layout.offsets, layout.sizes, strict=True)
-    )
+    return jax.vmap(one)(stats).T
 
 
 def _log_weights(prior, sizes):
@@ -481,10 +504,13 @@ def _guided(num_guided, rng_key, scene, site, state):
         noise = gumbel(random.fold_in(key_choice, 1), log_weight.shape)
         target = jnp.argmax(log_weight + noise).astype(jnp.int32)
         vacant = ~others
-        nth = below(bits[1], vacant.sum(dtype=jnp.int32))
-        seat = jnp.argmax(vacant & (jnp.cumsum(vacant) == nth + 1)).astype(jnp.int32)
+        seat = _nth(vacant, below(bits[1], vacant.sum(dtype=jnp.int32)))
         view = offset + jnp.where(birth, seat, own)
-        z, counts, log_z, fits = _impute(key_rows, scene, site, e, view, state.z, birth)
+        parts, index = _features_of(scene, site, e)
+        views = view[None]
+        imputed = _impute(key_rows, scene, site, parts, index, views, state.z, birth)
+        (log_z,) = imputed.log_z
+        fits = jnp.isfinite(log_z)
         new = prior.log_weight_new(others.sum(dtype=jnp.int32), num - 1)
         log_ratio = new + log_z - logsumexp(log_weight)
         log_ratio = jnp.where(birth, log_ratio, -log_ratio)
@@ -501,29 +527,7 @@ def _guided(num_guided, rng_key, scene, site, state):
             record=state.record._replace(guided=state.record.guided + accept),
         )
         opened = accept & birth
-
-        def open_view(_, state):
-            stats = jax.tree.map(lambda s: s[0], _count(scene, z[:, None]))
-            every = jax.tree.map(
-                lambda a, b: a.at[view].set(jnp.where(opened, b, a[view])),
-                state.stats,
-                stats,
-            )
-            column = _by_element(scene, site, _evidence(scene, stats))
-            column = jnp.where(opened, column, state.fit[site][:, view - offset])
-            fit = list(state.fit)
-            fit[site] = fit[site].at[:, view - offset].set(column)
-            return state._replace(
-                z=state.z.at[:, view].set(jnp.where(opened, z, state.z[:, view])),
-                counts=state.counts.at[view].set(
-                    jnp.where(opened, counts, state.counts[view])
-                ),
-                stats=every,
-                fit=tuple(fit),
-            )
-
-        times = over_chains(opened.astype(jnp.int32))
-        state = lax.fori_loop(0, times, open_view, state)
+        state = _fill(scene, site, state, views, imputed, opened[None])
         # NB: whether or not a view was opened, else it would not be exact.
         return _gather_round(key_gibbs, scene, site, state)
 
@@ -555,75 +559,269 @@ def _gather_round(rng_key, scene, site, state):
     return _with_labels(state, site, labels)
 
 
-def _impute(rng_key, scene, site, element, view, z, draws):
+def _split_and_merge(num_splits, rng_key, scene, site, state):
+    """Split a view in two, or merge two, with new partitions of the rows."""
+    prior, layout = scene.feature_priors[site], scene.layout
+    num, num_views = state.fit[site].shape
+    if num < 2 or num_views < 2:
+        return state
+    offset = layout.offsets[site]
+    # Rounds: the launch, what the reverse would draw, what is proposed. They are one
+    # loop, as each would take long to compile.
+    reverse, last = _NUM_LAUNCH, _NUM_LAUNCH + 1
+
+    def propose(key_choice, key_rounds, state):
+        bits = random.bits(key_choice, (4,), jnp.uint32)
+        labels = state.labels[site]
+        sizes = layout.num_elements_in(site, state.labels)
+        first = below(bits[0], num)
+        second = below(bits[1], num - 1)
+        second = second + (second >= first)
+        own, other = labels[first], labels[second]
+        split = own == other
+        # The new one is any of those that are vacant.
+        vacant = sizes == 0
+        seat = _nth(vacant, below(bits[2], vacant.sum(dtype=jnp.int32)))
+        pair = jnp.stack([own, jnp.where(split, seat, other)])
+        views = offset + pair
+        # Of each element: with the first, 0, with the second, 1, or not concerned, 2.
+        concerned = (labels == own) | (labels == other)
+        as_it_is = jnp.where(concerned, jnp.where(labels == own, 0, 1), 2)
+        united = jnp.where(concerned, 0, 2)
+        anchors = jnp.full(num, 2).at[first].set(0).at[second].set(1)
+
+        def share_out(fit, u, known):
+            """
+            The others, in turn: drawn, or as they are, if that is `known`.
+
+            :return: where they go, and the log probability of that.
+            """
+
+            def seat(e, carry):
+                side, sizes, log_q = carry
+                log_weight = prior.log_weight_existing(sizes) + fit[e]
+                log_prob = log_weight - logsumexp(log_weight)
+                drawn = jnp.where(jnp.log(u[e]) < log_prob[1], 1, 0)
+                k = jnp.where(known, as_it_is[e], drawn)
+                on = concerned[e] & (anchors[e] == 2)
+                side = jnp.where(on, side.at[e].set(k), side)
+                sizes = sizes.at[k].add(jnp.where(on, 1, 0))
+                return side, sizes, log_q + jnp.where(on, log_prob[k], 0)
+
+            start = anchors, jnp.ones(2, jnp.int32), jnp.zeros((), fit.dtype)
+            side, _, log_q = lax.fori_loop(0, num, seat, start)
+            return side, log_q
+
+        def run_round(r, carry):
+            side, log_q, log_z, _ = carry
+            key_rows, key_share = random.split(random.fold_in(key_rounds, r))
+            seats = jnp.where(split == (r == reverse), united, side)
+            seats = jnp.where(r < reverse, side, seats)
+            imputed = _impute(
+                key_rows,
+                scene,
+                site,
+                scene.components,
+                _of_features(scene, site, seats, 2),
+                views,
+                state.z,
+                r != reverse,
+            )
+            there = jnp.stack([(seats == k).any() for k in range(2)])
+            total = jnp.where(there, imputed.log_z, 0).sum()
+            log_z = log_z.at[jnp.where(r == last, 1, 0)].set(total)
+            fit = _fit(scene, _count(scene, imputed.z), site)
+            u = uniform(random.bits(key_share, (num,), jnp.uint32))
+            shared = share_out(fit, u, (r == reverse - 1) & ~split)
+            side, log_q = jax.tree.map(
+                lambda a, b: jnp.where(r < reverse, a, b), shared, (side, log_q)
+            )
+            return side, log_q, log_z, imputed
+
+        zero = jnp.zeros((), state.fit[site].dtype)
+        start = anchors, zero, jnp.zeros(2, zero.dtype), _Imputed.start(scene, 2)
+        side, log_q, log_z, imputed = lax.fori_loop(0, last + 1, run_round, start)
+        nums = jnp.stack([(side == k).sum(dtype=jnp.int32) for k in range(2)])
+        apart = sizes.at[pair].set(nums)
+        together = sizes.at[pair].set(jnp.stack([nums.sum(), 0]))
+        log_ratio = prior.log_eppf(apart) - prior.log_eppf(together) - log_q
+        log_ratio = jnp.where(split, log_ratio, -log_ratio) + log_z[1] - log_z[0]
+        possible = ~split | vacant.any()
+        accept = possible & (jnp.log(uniform(bits[3])) < log_ratio)
+
+        moved = jnp.where(split, pair[jnp.minimum(side, 1)], own)
+        moved = jnp.where(accept & concerned, moved, labels)
+        opened = jnp.stack([accept, accept & split])
+        state = _fill(scene, site, state, views, imputed, opened)
+        return _with_labels(state, site, moved)._replace(
+            usable=state.usable.at[views[1]].set(
+                jnp.where(accept, split, state.usable[views[1]])
+            ),
+            record=state.record._replace(
+                splits=state.record.splits + (accept & split),
+                merges=state.record.merges + (accept & ~split),
+            ),
+        )
+
+    def maybe(i, state):
+        key_made, *keys = random.split(random.fold_in(rng_key, i), 3)
+        u = uniform(random.bits(key_made, (), jnp.uint32))
+        made = u * scene.subsample.size < _ALWAYS
+
+        def one(_, state):
+            found = propose(*keys, state)
+            return jax.tree.map(lambda a, b: jnp.where(made, a, b), found, state)
+
+        # Not a branch of `lax.cond`, which would copy the assignments.
+        return lax.fori_loop(0, over_chains(made.astype(jnp.int32)), one, state)
+
+    return lax.fori_loop(0, num_splits, maybe, state)
+
+
+def _nth(which, n):
+    """The `n`-th position, counted from zero, that is true in `which`."""
+    return jnp.argmax(which & (jnp.cumsum(which) == n + 1)).astype(jnp.int32)
+
+
+# --- new partitions of the rows -------------------------------------------------------
+
+
+class _Imputed(NamedTuple):
     """
-    The rows that are in, assigned one after another in a view of one element alone: as
+    Partitions of the rows that are in, of so many views.
+
+    - **z** - assignments ``[N, views]``; -1 for rows that are out.
+    - **counts** - sizes of the clusters, ``[views, K]``.
+    - **log_z** - logarithms of the products of the rows' conditional probabilities,
+      ``[views]``.
+    """
+
+    z: Array
+    counts: Array
+    log_z: Array
+
+    @classmethod
+    def start(cls, scene: _Scene, num_views: int) -> "_Imputed":
+        return cls(
+            jnp.full((scene.subsample.order.shape[0], num_views), -1, jnp.int32),
+            jnp.zeros((num_views, scene.capacity), jnp.int32),
+            jnp.zeros(num_views, jnp.result_type(float)),
+        )
+
+
+def _impute(rng_key, scene, site, components, index, views, z, draws):
+    """
+    The rows that are in, assigned one after another in some views of a site at once: as
     drawn, if it `draws`, else as they are in `z`.
 
-    :return: assignments ``[N]``, sizes ``[K]``, the log of the product of the rows'
-        conditional probabilities, and whether all clusters could be represented.
+    :param components: of features.
+    :param index: of each component's features, which of the `views` they are taken to
+        be in; as many as there are if they are in none.
     """
-    _, _, components, subsample, layout, capacity = scene
-    local = view - layout.offsets[site]
-    prior = scene.prior.of_view(site, local)
-    parts = []
-    for c, m in zip(components, layout.memberships, strict=True):
-        mine = np.asarray(m.partition) == site
-        elements = np.where(mine, m.element, -1)
-        most = int(np.max(np.bincount(elements[elements >= 0]), initial=0))
-        if most > 0:
-            parts.append(SomeFeatures.of(c, jnp.asarray(elements) == element, most))
+    subsample, capacity = scene.subsample, scene.capacity
+    num_views = views.shape[0]
+    by_view = [ByView.make(own, num_views + 1) for own in index]
+    prior = scene.prior.of_views(site, views - scene.layout.offsets[site])
     slots = jnp.arange(capacity, dtype=jnp.int32)
     num_rows = z.shape[0]
     stop = over_chains(subsample.size)
 
     def add_row(i, carry, u, first):
-        labels, counts, held, total, lost = carry
+        (labels, counts, total), held, lost = carry
         row = subsample.order[i]
         live = i < subsample.size
-        xs = [c.block.row(c.hyper, c.data, row) for c in parts]
-        num = (counts > 0).sum(dtype=jnp.int32)
-        slot = jnp.min(jnp.where(counts == 0, slots, capacity))
-        new = prior.log_weight_new(num, counts.sum())
+        xs = [c.block.row(c.hyper, c.data, row) for c in components]
+        num = (counts > 0).sum(-1, dtype=jnp.int32)
+        slot = jnp.min(jnp.where(counts == 0, slots, capacity), -1)
+        new = prior.log_weight_new(num, counts.sum(-1))[:, None]
         existing = jnp.where(counts > 0, prior.log_weight_existing(counts), -jnp.inf)
-        whole = jnp.logaddexp(logsumexp(existing), new)
-        log_weight = jnp.where(slots == slot, new, existing) - whole
-        for c, (stats, tables), x in zip(parts, held, xs, strict=True):
-            log_weight += c.block.score(c.hyper, stats, tables, None, x)
-        log_sum = logsumexp(log_weight)
-        ends = lax.associative_scan(jnp.add, jnp.exp(log_weight - log_sum))
-        drawn = jnp.argmax(ends > u[i - first] * ends[-1]).astype(jnp.int32)
-        k = jnp.where(draws, drawn, z[row, view])
-        k = jnp.maximum(k, 0)
-        held = [
-            c.block.join(c.hyper, *pair, x, k[None], live)
-            for c, pair, x in zip(parts, held, xs, strict=True)
-        ]
-        counts = counts + jnp.where(live & (slots == k), 1, 0)
+        whole = jnp.logaddexp(logsumexp(existing, -1, keepdims=True), new)
+        log_weight = jnp.where(slots == slot[:, None], new, existing) - whole
+        parts = list(zip(components, held, xs, by_view, strict=True))
+        for c, (stats, tables), x, view in parts:
+            score = c.block.score(c.hyper, stats, tables, None, x, view)
+            log_weight = log_weight + score[:num_views]
+        log_sum = logsumexp(log_weight, -1)
+        each = jnp.exp(log_weight - log_sum[:, None])
+        ends = lax.associative_scan(jnp.add, each, axis=1)
+        level = u[i - first][:, None] * ends[:, -1:]
+        drawn = jnp.argmax(ends > level, -1).astype(jnp.int32)
+        k = jnp.maximum(jnp.where(draws, drawn, z[row][views]), 0)
+        every = jnp.append(k, 0)
+        changed = []
+        for c, (stats, tables), x, view in parts:
+            none = c.block.take(c.hyper, stats, x, every, jnp.asarray(False), view)
+            changed.append(
+                c.block.put(c.hyper, stats, tables, none, x, every, live, view)
+            )
+        counts = counts + jnp.where(live & (slots == k[:, None]), 1, 0)
         labels = labels.at[jnp.where(live, row, num_rows)].set(k, mode="drop")
         # Compensated: there are as many terms as rows (Kahan summation).
         term = jnp.where(live, log_sum, 0) - lost
         grown = total + term
-        return labels, counts, held, grown, (grown - total) - term
+        return _Imputed(labels, counts, grown), changed, (grown - total) - term
 
     def chunk(j, carry):
         first = j * _CHUNK
-        bits = random.bits(random.fold_in(rng_key, j), (_CHUNK,), jnp.uint32)
+        shape = _CHUNK, num_views
+        bits = random.bits(random.fold_in(rng_key, j), shape, jnp.uint32)
         last = jnp.minimum(first + _CHUNK, stop)
         one = partial(add_row, u=uniform(bits), first=first)
         return lax.fori_loop(first, last, one, carry)
 
     held = []
-    for c in parts:
+    for c in components:
         stats = c.block.empty(c.hyper, capacity)
         held.append((stats, c.block.tables(c.hyper, stats)))
-    zero = jnp.zeros((), jnp.result_type(float))
-    start = (
-        jnp.full(num_rows, -1, jnp.int32),
-        jnp.zeros(capacity, jnp.int32),
-        held,
-        zero,
-        zero,
-    )
-    labels, counts, _, total, _ = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
-    return labels, counts, total, jnp.isfinite(total)
+    imputed = _Imputed.start(scene, num_views)
+    start = imputed, held, jnp.zeros_like(imputed.log_z)
+    imputed, _, _ = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
+    return imputed
+
+
+def _fill(scene, site, state, views, imputed, on):
+    """The state with the partitions of some `views` of a site as `imputed`, where `on`
+    ``[views]``."""
+    # Out of range where they are to stay.
+    where = jnp.where(on, views, scene.layout.num_views)
+    local = jnp.where(on, views - scene.layout.offsets[site], scene.layout.sizes[site])
+
+    def one(_, state):
+        stats = _count(scene, imputed.z)
+        fit = list(state.fit)
+        found = _fit(scene, stats, site)
+        fit[site] = fit[site].at[:, local].set(found, mode="drop")
+        return state._replace(
+            z=state.z.at[:, where].set(imputed.z, mode="drop"),
+            counts=state.counts.at[where].set(imputed.counts, mode="drop"),
+            stats=jax.tree.map(
+                lambda a, b: a.at[where].set(b, mode="drop"), state.stats, stats
+            ),
+            fit=tuple(fit),
+        )
+
+    return lax.fori_loop(0, over_chains(on.any().astype(jnp.int32)), one, state)
+
+
+def _of_features(scene, site, of_elements, default):
+    """Of each component's features, what is said of their elements of a site, or
+    `default`."""
+    found = []
+    for m in scene.layout.memberships:
+        mine = (np.asarray(m.partition) == site) & (np.asarray(m.element) >= 0)
+        element = np.where(mine, m.element, 0)
+        found.append(jnp.where(mine, of_elements[element], default))
+    return found
+
+
+def _features_of(scene, site, element):
+    """Components of the features of one element of a site alone; and of each feature
+    zero."""
+    parts, index = [], []
+    for c, m in zip(scene.components, scene.layout.memberships, strict=True):
+        elements = np.where(np.asarray(m.partition) == site, m.element, -1)
+        most = int(np.max(np.bincount(elements[elements >= 0]), initial=0))
+        if most > 0:
+            parts.append(SomeFeatures.of(c, jnp.asarray(elements) == element, most))
+            index.append(jnp.zeros(most, jnp.int32))
+    return parts, index

@@ -52,6 +52,10 @@ class ViewPriors:
         """That of one view, by its position in the site."""
         return jax.tree.map(lambda x: x[view], self.priors[site])
 
+    def of_views(self, site: int, views: Array) -> "ViewPriors":
+        """Those of some views of one site, by their positions in it ``[some]``."""
+        return ViewPriors((self.of_view(site, views),))
+
     def log_weight_existing(self, counts: Array) -> Array:
         return self._each(lambda p, c: p.log_weight_existing(c), counts)
 
