@@ -18,6 +18,7 @@ from numpyro_subanneal.kernel import (
     SubsampleAnnealedGibbsState,
 )
 from numpyro_subanneal.plan import NotRecognised, explain
+from numpyro_subanneal.posterior import Posterior, cross_validate
 from numpyro_subanneal.schedule import (
     AbstractSchedule,
     LinearSchedule,
@@ -39,11 +40,13 @@ __all__ = [
     "MixtureOfFiniteMixtures",
     "NotRecognised",
     "PitmanYorProcess",
+    "Posterior",
     "PriorGibbs",
     "SequentialGibbs",
     "SplitMerge",
     "SubsampleAnnealedGibbs",
     "SubsampleAnnealedGibbsState",
+    "cross_validate",
     "explain",
     "register_conjugate",
 ]

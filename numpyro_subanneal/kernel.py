@@ -732,18 +732,6 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 draw[p.features] = clusters.labels[i]
         return draw
 
-    def _from_draw(self, draw):
-        """Assignments and labels of elements."""
-        plan = self._plan
-        if not plan.viewed:
-            return draw[plan.partition.name], ()
-        columns = [draw[p.name].reshape(-1, plan.num_rows).T for p in plan.partitions]
-        labels = [
-            jnp.zeros(0, jnp.int32) if p.features is None else draw[p.features]
-            for p in plan.partitions
-        ]
-        return jnp.concatenate(columns, 1), tuple(labels)
-
     def _num_views(self, clusters):
         layout = self._plan.layout
         if layout is None:
@@ -783,7 +771,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             found = read(values, like)
             return found.prior, found.components
 
-        z, labels = self._from_draw(state.z)
+        z, labels = reading.from_draw(plan, state.z)
         hyper_state = state.hyper_state
         per_view = any(site.per_view is not None for site in plan.hyper)
         if self._hyper is not None and per_view:

@@ -871,7 +871,7 @@ class _Reader:
             hyper = prober.hyper[shape.name]
             given = by_row[shape.name]
             x, mask = data[shape.name], live.get(shape.name)
-            self._check_data(pair, shape, hyper, given, x, mask)
+            check_data(pair, shape, hyper, given, x, mask)
         with jax.enable_x64(True):
             prober.check_parameters()
             prober.check_certificate()
@@ -933,24 +933,37 @@ class _Reader:
             {name: np.asarray(mask) for name, mask in live.items()},
         )
 
-    def _check_data(
-        self,
-        pair: AbstractConjugatePair,
-        shape: SiteShape,
-        hyper: Mapping[str, np.ndarray],
-        given: Mapping[str, np.ndarray],
-        x: np.ndarray,
-        live: np.ndarray | None,
-    ) -> None:
-        for index in np.ndindex(shape.feature_shape):
-            at = (slice(None), *index)
-            if live is not None and not live[at].any():
-                continue
-            own = {name: values[index] for name, values in hyper.items()}
-            own |= {name: values[at] for name, values in given.items()}
-            error = pair.data_error(np.ascontiguousarray(x[at]), own)
-            if error is not None:
-                raise NotRecognised(column_name(shape, index) + " " + error + ".")
+
+def check_data(
+    pair: AbstractConjugatePair,
+    shape: SiteShape,
+    hyper: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray],
+    x: np.ndarray,
+    live: np.ndarray | None,
+) -> None:
+    """
+    Check observed values.
+
+    :param pair: what they are of.
+    :param shape: their site.
+    :param hyper: hyperparameters of each feature.
+    :param given: parameters given by row, ``[rows, *feature_shape]``.
+    :param x: the values, ``[rows, *feature_shape, *event_shape]``.
+    :param live: which of them are not masked; None for all.
+    :raises NotRecognised: naming the column and the value.
+    """
+    if live is not None:
+        x = _fill(x, live)
+    for index in np.ndindex(shape.feature_shape):
+        at = (slice(None), *index)
+        if live is not None and not live[at].any():
+            continue
+        own = {name: values[index] for name, values in hyper.items()}
+        own |= {name: values[at] for name, values in given.items()}
+        error = pair.data_error(np.ascontiguousarray(x[at]), own)
+        if error is not None:
+            raise NotRecognised(column_name(shape, index) + " " + error + ".")
 
 
 # What to do where assignments of several partitions are not partition sites.

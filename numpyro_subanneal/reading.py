@@ -342,6 +342,19 @@ def impute(
     return {name: trace[name]["value"] for name in plan.imputed}
 
 
+def from_draw(plan: Plan, draw: Mapping[str, Array]) -> tuple[Array, tuple[Array, ...]]:
+    """Assignments of a draw, ``[N]`` or ``[N, views]``, and labels of the elements of
+    each site of views."""
+    if not plan.viewed:
+        return draw[plan.partition.name], ()
+    columns = [draw[p.name].reshape(-1, plan.num_rows).T for p in plan.partitions]
+    labels = [
+        jnp.zeros(0, jnp.int32) if p.features is None else draw[p.features]
+        for p in plan.partitions
+    ]
+    return jnp.concatenate(columns, 1), tuple(labels)
+
+
 def read_prior(
     partition: Partition, trace: Mapping[str, dict]
 ) -> PartitionDistribution | LabelledPrior:

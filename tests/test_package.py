@@ -38,11 +38,13 @@ def test_public_names_are_these():
         "MixtureOfFiniteMixtures",
         "NotRecognised",
         "PitmanYorProcess",
+        "Posterior",
         "PriorGibbs",
         "SequentialGibbs",
         "SplitMerge",
         "SubsampleAnnealedGibbs",
         "SubsampleAnnealedGibbsState",
+        "cross_validate",
         "explain",
         "register_conjugate",
     ]
