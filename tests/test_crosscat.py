@@ -191,7 +191,7 @@ def exact(name, law, num_views, capacity):
 
 # --- runs ---------------------------------------------------------------------------
 
-NUM_CHAINS, THINNING, KEPT, DROPPED = 300, 10, 45, 5
+NUM_CHAINS, THINNING, KEPT, DROPPED = 300, 10, 30, 5
 # Table, law, most views, capacity, moves of features, splits and merges, schedule.
 RUNS = {
     "all": (
@@ -201,7 +201,6 @@ RUNS = {
         "categorical 4x3 masked", "dp py", 3, 4, FeatureMoves(1, 0, 0, 0), None, None,
     ),
     "sets": ("mixed 3x3 masked", "py dp", 3, 3, FeatureMoves(0, 8, 0, 0), None, None),
-    "guided": ("mixed 5x2", "py py", 2, 5, FeatureMoves(0, 0, 3, 0), None, None),
     "all of categories": (
         "mixed 4x3 masked", "dp dp", 3, 4, FeatureMoves(2, 2, 1, 1), SplitMerge(1, 1),
         PriorGibbs(),
@@ -210,9 +209,7 @@ RUNS = {
     "guided of four": (
         "real 3x4", "dp py", 2, 3, FeatureMoves(0, 0, 3, 0), None, None,
     ),
-    "splits": (
-        "real 3x4", "dp py", 2, 3, FeatureMoves(0, 0, 0, 3), None, None,
-    ),
+    "splits": ("mixed 5x2", "py py", 2, 5, FeatureMoves(0, 0, 0, 3), None, None),
     "splits of three": (
         "mixed 4x3 masked", "py dp", 3, 4, FeatureMoves(0, 0, 0, 3), None, None,
     ),
@@ -287,8 +284,8 @@ def assert_law(index, probs):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_states_follow_the_enumerated_posterior(run):
-    # All states, and the partition of the features alone: of false alarms 2 % for the
-    # nine runs together.
+    # All states, and the partition of the features alone: of false alarms 1.8 % for the
+    # eight runs together.
     name, law, num_views, capacity, *_ = RUNS[run]
     states = exact(name, law, num_views, capacity)
     index = sampled(run).index

@@ -148,7 +148,7 @@ def exact(table, law, capacity=None):
 
 NUM_CHAINS = 300
 THINNING = 8  # sweeps; `test_draws_are_nearly_independent` says why
-KEPT = 46
+KEPT = 30
 DROPPED = 6  # of the kept draws, 48 sweeps, until the start is forgotten
 
 # NB: warm-ups of one length. Programs then differ by table only, as the schedule

@@ -11,6 +11,8 @@ import warnings
 
 import pytest
 
+from numpyro_subanneal.compiling import quick_options
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ARGUMENTS = {
     "mixed_with_nuts.py": "-n 5 --num-warmup 5 --num-rows 60 --num-chains 1 --quiet",
@@ -31,9 +33,15 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_example_runs(name, tmp_path):
+    # Most of the time is that of compiling.
+    quickly = [f"--{name}={value}" for name, value in quick_options().items()]
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *ARGUMENTS[name].split()],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *quickly]),
+        },
         capture_output=True,
         text=True,
         cwd=tmp_path,

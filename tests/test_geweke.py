@@ -70,7 +70,7 @@ CASES = {
     "mixed-py-wide": Case(True, True, 24, 7.0, 0.2, False, True),
 }
 NUM_CHAINS = {False: 2000, True: 400}
-NUM_STEPS = 48
+NUM_STEPS = 32
 
 
 def model(data, concentration, discount, case):

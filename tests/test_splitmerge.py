@@ -57,7 +57,7 @@ KINDS = {
 }
 TABLE = "mixed"
 N = 6
-NUM_CHAINS, KEPT, DROPPED, THINNING = 100, 48, 8, 8
+NUM_CHAINS, KEPT, DROPPED, THINNING = 100, 34, 8, 8
 
 
 @pytest.fixture(autouse=True, scope="module")
