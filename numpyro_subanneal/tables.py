@@ -452,21 +452,14 @@ class Table:
         for c in columns:
             lines.append((str(c.name), c.type, c.why, str(c.distinct), str(c.missing)))
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        text = [
+            "  ".join(f"{s:{side}{width}}" for s, side, width in zip(*row, strict=True))
+            for row in ((line, "<<<>>", widths) for line in lines)
+        ]
         nums = Counter(c.type for c in columns)
         types = [f"{nums[t]} {t}" for t in (*_TYPES, "ignore") if nums[t]]
         head = f"{len(self.index)} rows, columns: {', '.join(types)}"
-        return "\n".join(
-            [
-                head,
-                *(
-                    "  ".join(
-                        f"{cell:{side}{width}}"
-                        for cell, side, width in zip(line, "<<<>>", widths, strict=True)
-                    )
-                    for line in lines
-                ),
-            ]
-        )
+        return "\n".join([head, *text])
 
     __repr__ = summary
 
@@ -529,8 +522,8 @@ class _Cells(NamedTuple):
     """
     The cells of a column as they were found.
 
-    - **family** - "bool", "int", "float", "text", "time", "mixed"; "none" if no cell is
-      observed.
+    - **family** - "bool", "int", "float", "text", "time", "mixed"; "other" if they are
+      no labels, "none" if no cell is observed.
     - **values** - ``[N]``, an array of numbers, or a list that is None where missing.
     - **missing** - ``[N]``.
     - **distinct**, **counts** - the different values that were observed, numbers in
@@ -605,7 +598,7 @@ def _read_column(series: nw.Series, codes: tuple) -> _Cells:
     missing = np.asarray(series.is_null().to_numpy(), bool)
     if dtype.is_decimal():
         series, dtype = series.cast(nw.Float64), nw.Float64()
-    wide = dtype in (nw.Int128, nw.UInt128)  # unknown to NumPy
+    wide = dtype in (nw.Int128, nw.UInt128)  # which NumPy does not have
     if dtype == nw.Boolean:
         values = series.fill_null(False).to_numpy()
         return _without("bool", values.astype(bool), missing, codes)
@@ -626,11 +619,9 @@ def _read_column(series: nw.Series, codes: tuple) -> _Cells:
     gone = missing.tolist()
     try:
         counts = Counter(v for v, g in zip(values, gone, strict=True) if not g)
-    except TypeError as error:
-        raise ValueError(
-            f"Column {series.name!r} has cells of type {dtype}, which are no labels; "
-            f"leave it out by `types={{{series.name!r}: 'ignore'}}`."
-        ) from error
+    except TypeError:  # cannot be hashed
+        some = next(v for v, g in zip(values, gone, strict=True) if not g)
+        return _Cells("other", values, missing, [some], [1])
     named = {v for v in counts if _is_code(v, codes)}
     if named or missing.any():
         values = [
@@ -712,6 +703,8 @@ def _missing_codes(missing: Any) -> tuple[dict[Hashable, tuple], tuple]:
 def _describe(name: Hashable, cells: _Cells, given: Any, most: int) -> Column:
     """A column whose type is given, or guessed if that is None."""
     labels, parsed = None, False
+    if given != "ignore":
+        _check_family(name, cells)
     if given is None:
         kind, why = _guess(name, cells, most)
     elif isinstance(given, str):
@@ -728,6 +721,14 @@ def _describe(name: Hashable, cells: _Cells, given: Any, most: int) -> Column:
         labels = _labels(name, kind, cells)
     missing = int(cells.missing.sum())
     return Column(name, kind, why, len(cells.distinct), missing, labels, parsed=parsed)
+
+
+def _check_family(name: Hashable, cells: _Cells) -> None:
+    if cells.family == "other":
+        raise ValueError(
+            f"Column {name!r} has {cells.distinct[0]!r}, which is neither a number nor "
+            f"a label; leave it out by `types={{{name!r}: 'ignore'}}`."
+        )
 
 
 def _guess(name: Hashable, cells: _Cells, most: int) -> tuple[str, str]:
@@ -754,9 +755,10 @@ def _guess(name: Hashable, cells: _Cells, most: int) -> tuple[str, str]:
         kinds = {type(v).__name__: v for v in cells.distinct}
         shown = ", ".join(f"{value!r} ({kind})" for kind, value in kinds.items())
         raise ValueError(
-            f"Column {name!r} has values of several types: {shown}. If some stand for "
-            "missing cells, name them in `missing`; else give its type by `types`: "
-            "'categorical' takes them all as labels."
+            f"Column {name!r} has values that are not all numbers, strings, or true "
+            f"and false: {shown}. If some stand for missing cells, name them in "
+            "`missing`; else give its type by `types`: 'categorical' takes them all as "
+            "labels."
         )
     distinct = cells.distinct
     if size == 1 and cells.family == "float":
@@ -865,6 +867,7 @@ def _encode(column: Column, cells: _Cells, unseen: str | None = None) -> np.ndar
 
     :param unseen: what is done about labels that the column does not have, of new rows.
     """
+    _check_family(column.name, cells)
     if column.labels:
         return _codes(column, cells, unseen)
     x = _numbers(column, cells)
@@ -992,7 +995,7 @@ def _typed(column: Column, cells: np.ndarray, series: nw.Series) -> tuple[list, 
             return values, None
     elif dtype.is_integer():
         found = cells[~missing]
-        limits = np.iinfo(type(dtype).__name__.lower())
+        limits = np.iinfo(type(dtype).__name__.lower().replace("128", "64"))
         if all(v == v // 1 and limits.min <= v <= limits.max for v in found):
             values = [v if v is None else int(v) for v in values]
         else:

@@ -182,6 +182,9 @@ def test_categories_of_the_dataframe_are_kept_in_their_order():
     table = make(pl.DataFrame({"x": pl.Series(["high", None], dtype=kind)}))
     assert table.column("x").labels == ("low", "mid", "high")
     assert cells(table, "x") == [2, -1]
+    # A binary column may have two of them.
+    two = pd.DataFrame({"x": pd.Categorical(["b", "c"], ["a", "b", "c"])})
+    assert make(two, {"x": "binary"}).column("x").labels == ("b", "c")
     # Codes of missing cells are no categories, whether they are seen or not.
     odd = pd.Categorical(["low", "?"], ["low", "?", "NA"])
     table = make(pd.DataFrame({"x": odd}), missing=("?", "NA"))
@@ -280,6 +283,11 @@ def test_codes_of_missing_cells():
     # Numbers are no strings, and true is not 1.
     missing = {c.name: c.missing for c in table.columns}
     assert missing == {"age": 1, "mass": 1, "word": 1, "flag": 0, "mixed": 2}
+    objects = pd.DataFrame({"x": pd.Series([True, None, False], dtype=object)})
+    assert make(objects, missing=1).column("x").missing == 1
+    # A string is one code.
+    letters = pd.DataFrame({"x": ["N", "A", "NA"]})
+    assert make(letters, missing="NA").column("x").labels == ("A", "N")
     with pytest.warns(TableWarning, match="'' in 'word'"):
         table = make(df, missing={"age": -99, "mixed": ["?"], "mass": {-99.9}})
     missing = {c.name: c.missing for c in table.columns}
@@ -454,6 +462,7 @@ def test_polars_round_trip():
             "int": [2, None, 4, 3],
             "uint8": pl.Series([2, 9, None, 255], dtype=pl.UInt8),
             "int16": pl.Series([0, 1, 1, None], dtype=pl.Int16),
+            "int128": pl.Series([5, 1, 9, None], dtype=pl.Int128),
             "bool": [True, None, False, True],
             "str": text,
             "category": pl.Series(text, dtype=pl.Categorical),
@@ -619,6 +628,8 @@ def test_what_does_not_fit_of_new_rows_is_named():
         assert part in str(error.value)
     with pytest.raises(ValueError, match="'sex' has 0, 1,"):
         table.encode(df.assign(sex=[1, 0, 1]))
+    with pytest.raises(ValueError, match=r"'sex' has \[1\], which is neither"):
+        table.encode(df.assign(sex=[[1], [2], [3]]))
     with pytest.raises(ValueError, match="`absent` must be 'error' or 'missing'"):
         table.encode(df, absent="ignore")
     with pytest.raises(ValueError, match="0 rows"):
@@ -643,9 +654,9 @@ BAD = {
         {"types": {"t": "real"}},
         "'t' has dates or times.*2020, 1, 1",
     ),
-    "mixed": ({"x": [1, "?"]}, {}, r"'x' has values of several types.*'\?' \(str\)"),
-    "bool and int": ({"x": pd.Series([2, True], dtype=object)}, {}, "several types"),
-    "lists": ({"x": [[1], [2]]}, {}, "'x' has cells.*no labels.*ignore"),
+    "mixed": ({"x": [1, "?"]}, {}, r"'x' has values that are not all.*'\?' \(str\)"),
+    "bool and int": ({"x": pd.Series([2, True], dtype=object)}, {}, "not all numbers"),
+    "lists": ({"x": [[1], [2]]}, {}, r"'x' has \[1\], which.*ignore"),
     "infinite": ({"x": [1.5, np.inf]}, {}, "'x' has the value inf in row 1.*missing"),
     "too large": ({"x": [0.5, 1e300]}, {}, "'x' has the value 1e.300, too large"),
     "offset": ({"x": [1.7e9, 1.7e9 + 4]}, {}, "'x' has the value 17000.*128.*Subtract"),
@@ -687,6 +698,18 @@ BAD = {
 def test_what_cannot_be_taken_is_named(data, kwargs, message):
     with pytest.raises(ValueError, match=message):
         make(pd.DataFrame(data), **kwargs)
+
+
+def test_whatever_cannot_be_taken_can_be_left_out():
+    odd = {"list": [[1], None], "t": [date(2020, 1, 1)] * 2, "mixed": [1, "?"]}
+    odd |= {"period": pd.period_range("2020-01", periods=2), "complex": [1j, 2]}
+    df = pd.DataFrame({"x": [0.5, 1], **odd})
+    with pytest.raises(ValueError) as error:
+        make(df)
+    assert len(str(error.value).splitlines()) == len(odd)
+    table = make(df, dict.fromkeys(odd, "ignore"))
+    assert [c.name for c in table.ignored] == list(odd)
+    assert make(df, dict.fromkeys(odd, "ignore") | {"period": "categorical"})
 
 
 def test_all_columns_that_cannot_be_taken_are_named_at_once():
