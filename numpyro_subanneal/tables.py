@@ -16,8 +16,8 @@ cells of the column                                                 type
 ==================================================================  ===========
 none observed                                                       ignore (1)
 true or false                                                       binary
-strings, or categories of the DataFrame                             categorical
 strings of at least 20 rows, all different                          ignore (1)
+strings, or categories of the DataFrame                             categorical
 zeros and ones                                                      binary
 numbers that are all the same                                       real
 integers of at least 20 rows, all different, in increasing order
@@ -935,8 +935,8 @@ def _check_precision(column: Column, x: np.ndarray) -> None:
         raise ValueError(
             f"Column {column.name!r} has the value {largest:.15g} and a standard "
             f"deviation of {spread:.3g}, which {dtype} cannot resolve (its steps are "
-            f"{step:.3g} there). Subtract a constant from the column, or multiply it "
-            "by one; or call `numpyro.enable_x64()` first."
+            f"{step:.3g} there). Subtract a constant from the column, or choose a "
+            "smaller unit; or call `numpyro.enable_x64()` first."
         )
 
 
