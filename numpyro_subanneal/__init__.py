@@ -26,6 +26,7 @@ from numpyro_subanneal.schedule import (
     SequentialGibbs,
 )
 from numpyro_subanneal.splitmerge import SplitMerge
+from numpyro_subanneal.tables import Table
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "SplitMerge",
     "SubsampleAnnealedGibbs",
     "SubsampleAnnealedGibbsState",
+    "Table",
     "cross_validate",
     "explain",
     "register_conjugate",

@@ -24,7 +24,7 @@ from numpyro.distributions.discrete import (
 )
 from numpyro.infer import MCMC
 
-from numpyro_subanneal import predictive, reading
+from numpyro_subanneal import partitions, predictive, reading
 from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import Observed, SiteShape
 from numpyro_subanneal.kernel import SubsampleAnnealedGibbs
@@ -799,6 +799,33 @@ class Posterior:
         np.fill_diagonal(value, np.nan)
         np.fill_diagonal(error, np.nan)
         return MutualInformation(value, error)
+
+    def similarity(
+        self, columns: Any = None, rows: Array | None = None, others: Any = None
+    ) -> np.ndarray:
+        """
+        Probability that two rows are in one cluster; with views, of the view of a
+        column, averaged over columns.
+
+        :param columns: which columns; all by default.
+        :param rows: which rows, all by default, against which `others`, the same by
+            default: see :func:`~numpyro_subanneal.partitions.similarity`.
+        :return: ``[rows, others]``.
+        """
+        return partitions.similarity(self.partition(columns), rows, others)
+
+    def point_partition(
+        self, columns: Any = None, loss: partitions.Loss = "vi", **options: Any
+    ) -> partitions.PointPartition:
+        """
+        The partition of the rows of least expected loss; with views, of those of the
+        views of some columns.
+
+        :param columns: which columns; all by default.
+        :param loss: see :func:`~numpyro_subanneal.partitions.point_partition`, as for
+            `options`.
+        """
+        return partitions.point_partition(self.partition(columns), loss, **options)
 
     def partition(self, columns: Any = None) -> np.ndarray:
         """

@@ -44,6 +44,7 @@ def test_public_names_are_these():
         "SplitMerge",
         "SubsampleAnnealedGibbs",
         "SubsampleAnnealedGibbsState",
+        "Table",
         "cross_validate",
         "explain",
         "register_conjugate",
