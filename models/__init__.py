@@ -5,5 +5,6 @@
 
 :mod:`~numpyro_subanneal.models.dpmm`, :mod:`~numpyro_subanneal.models.pitman_yor` and
 :mod:`~numpyro_subanneal.models.crosscat` each have `real`, `categorical` and `mixed`
-for tables of real columns, of category codes, and of both.
+for tables of real columns, of category codes, and of both;
+:mod:`~numpyro_subanneal.models.mixture` has one for columns of all kinds.
 """
