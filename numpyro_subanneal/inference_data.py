@@ -432,15 +432,13 @@ def _labels(coords, sizes: dict[str, int]) -> dict[str, np.ndarray]:
 def _as_labels(given) -> np.ndarray:
     """Labels of a type that can be written to a file."""
     values = list(given)
-    found = np.empty(len(values), object)
-    found[:] = values  # element by element, so that tuples stay labels
-    kinds = {bool if isinstance(v, np.bool) else type(v) for v in values}
-    if all(issubclass(k, int | np.integer) for k in kinds) and bool not in kinds:
-        return found.astype(np.int64)
+    kinds = {type(v) for v in values}
+    if all(issubclass(k, int | np.integer) and k is not bool for k in kinds):
+        return np.array(values, np.int64)  # those of pandas may be objects
     plain = np.asarray(given)
     if plain.ndim == 1 and plain.dtype.kind in "bfmM" and len(kinds) == 1:
         return plain
-    return found.astype(str)
+    return np.array([str(v) for v in values])
 
 
 # --- groups ---------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def plot_trace(data: Any, *, ax: Array | None = None) -> np.ndarray:
             own.set_ylim(bottom, top)
     if len(axes[0, -1].lines) > 1:
         axes[0, -1].legend(
-            title="chain", fontsize="small", ncols=4, loc="lower right", framealpha=0.8
+            title="chain", fontsize="small", loc="upper left", bbox_to_anchor=(1, 1)
         )
     return axes
 
@@ -129,7 +129,10 @@ def _trace_column(axes, values, names, labels, warmup):
             y, label = y / np.maximum(size, 1), "log joint a row, nats"
         for chain in range(num_chains):
             colour = _COLOURS[chain % len(_COLOURS)]
-            ax.plot(x[chain], y[chain], color=colour, lw=0.9, alpha=0.85, label=chain)
+            style = "default" if name == "log_joint" else "steps-mid"
+            ax.plot(
+                x[chain], y[chain], color=colour, lw=0.9, drawstyle=style, label=chain
+            )
         ax.set_ylabel(label)
         if name != "log_joint":
             ax.yaxis.get_major_locator().set_params(integer=True)
@@ -224,7 +227,7 @@ def _heat_map(argument, matrix, partition, names, title, what, ax):
     order = similarity_order(matrix, partition)
     legible = names is not None and num <= _MOST_NAMES
     if ax is None:
-        size = 3.0 + 0.17 * num if legible else 6.5
+        size = 3.4 + 0.17 * num if legible else 6.5
         _, ax = plt.subplots(figsize=(size + 1.2, size), layout="constrained")
     image = ax.imshow(
         matrix[np.ix_(order, order)], vmin=0, vmax=1, cmap=_MAP, aspect="equal"
@@ -334,6 +337,8 @@ def plot_table(
             vmin=0,
             vmax=1,
             extent=(left, right, num_rows, 0),
+            # Else columns run into each other where rows are smaller than a pixel.
+            interpolation="nearest",
         )
         ends = np.cumsum(np.bincount(rank))[:-1]
         # As thin as it takes to leave rows visible between them.
@@ -342,7 +347,8 @@ def plot_table(
         ticks += (left + 0.5 + np.arange(len(chosen))).tolist()
         shown += [names[i] for i in chosen]
         middles.append((left + right) / 2)
-        heads.append(f"{v}\n({len(ends) + 1})")
+        count = len(ends) + 1
+        heads.append(f"{v}\n({count})" if len(views) > 1 else f"{count} clusters")
         left = right + gap
     ax.set_xlim(0, left - gap)
     ax.set_ylim(num_rows, 0)
@@ -359,7 +365,8 @@ def plot_table(
     top.set_xticks(middles, heads, fontsize=8)
     top.tick_params(length=0)
     top.spines[:].set_visible(False)
-    top.set_xlabel("view (number of its clusters)")
+    if len(views) > 1:
+        top.set_xlabel("view (number of its clusters)")
     missing = " (missing: grey)" if np.isnan(ranks).any() else ""
     ax.set_title(f"Cells of the table, one draw{missing}")
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, ticks=[0, 1])
@@ -453,8 +460,10 @@ def plot_predictive(
     kinds[kind](ax, observed[live], predicted, categories)
     ax.set_title("Predictive draws and data")
     ax.set_xlabel("value" if name is None else name)
-    ax.set_ylim(bottom=0)
-    ax.legend(fontsize="small", framealpha=0.8)
+    room = 1.02 if kind == "ecdf" else 1.2  # for the legend
+    ax.set_ylim(0, room * ax.dataLim.ymax)
+    place = "upper left" if kind == "ecdf" else "upper right"
+    ax.legend(fontsize="small", framealpha=0.8, loc=place)
     return ax
 
 
@@ -466,9 +475,8 @@ def _band(values):
 
 def _histogram(ax, observed, predicted, _):
     # Bins for the data; draws may lie far out, and are then off the figure.
-    edges = np.histogram_bin_edges(observed, bins="auto")
-    if len(edges) > 61:
-        edges = np.linspace(edges[0], edges[-1], 61)
+    num = np.clip(len(np.histogram_bin_edges(observed, bins="auto")) - 1, 15, 60)
+    edges = np.histogram_bin_edges(observed, num)
     width = edges[1] - edges[0]
     low, high = np.quantile(predicted, [0.005, 0.995])
     before = int(np.clip(np.ceil((edges[0] - low) / width), 0, 20))
@@ -534,8 +542,12 @@ def _bars(ax, observed, predicted, categories):
     )
     names = [f"{v:g}" for v in values] if categories is None else categories
     names = _checked_names(names, len(values))
-    upright = max(map(len, names)) * len(names) > 50
-    ax.set_xticks(at, names, rotation=90 if upright else 0, fontsize="small")
+    ax.set_xticks(at, names, fontsize="small")
+    if sum(map(len, names)) > 45:
+        ax.tick_params("x", rotation=30 if len(names) <= 10 else 90)
+        if len(names) <= 10:
+            for label in ax.get_xticklabels():
+                label.set(ha="right", rotation_mode="anchor")
     ax.set_ylabel("share")
 
 
