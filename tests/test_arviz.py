@@ -248,7 +248,10 @@ def test_arviz_computes_loo_of_it(mcmc, az, monkeypatch):
     # (In these draws the partition never changes, and ArviZ 1 wants a tail to fit.)
     values = np.random.default_rng(0).normal(-3.0, 0.1, (DRAWS, N))
     monkeypatch.setattr(Posterior, "log_likelihood", lambda self: values)
-    found = az.loo(to_arviz(mcmc, log_likelihood=True))
+    data = to_arviz(mcmc, log_likelihood=True)
+    own = data["log_likelihood"]["joint"]
+    np.testing.assert_array_equal(own[1, 3], values[NUM_SAMPLES + 3])
+    found = az.loo(data)
     elpd = found.elpd if hasattr(found, "elpd") else found["elpd_loo"]
     assert float(elpd) == pytest.approx(-3.0 * N, abs=1.0)
     assert found.n_data_points == N

@@ -158,6 +158,10 @@ def test_trace_has_what_does_not_depend_on_labels():
     assert axes[-1, 0].get_xlabel() == "draw"
     legend = axes[0, 0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["0", "1"]
+    turned = plots.plot_trace({"sample_stats": own.transpose("views", "draw", ...)})
+    for ax, other in zip(axes.flat, turned.flat, strict=True):
+        for line, same in zip(ax.lines, other.lines, strict=True):
+            np.testing.assert_array_equal(line.get_xydata(), same.get_xydata())
     # Without views there is no panel of them.
     assert plots.plot_trace({"sample_stats": statistics(30)}).shape == (2, 1)
 
