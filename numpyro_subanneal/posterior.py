@@ -168,6 +168,27 @@ class Posterior:
         posterior._setup(kernel.model, samples, args, dict(kwargs), plan)
         return posterior
 
+    @classmethod
+    def from_arviz(
+        cls, model: Model, data: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> "Posterior":
+        """
+        Of the draws in the group `posterior` of what ArviZ holds, or has written to a
+        file.
+
+        :param model: the NumPyro model.
+        :param data: an `InferenceData` or a `DataTree`, or the path of a netCDF file.
+            Rows must be in the order of the model's table.
+        :param args: positional arguments that the model was trained with.
+        :param kwargs: keyword arguments.
+        :raises NotRecognised: if the model cannot be read.
+        :raises ValueError: naming what is missing or does not fit.
+        """
+        # (`inference_data` imports this module.)
+        from numpyro_subanneal.inference_data import posterior_samples
+
+        return cls(model, posterior_samples(data), args, kwargs)
+
     def _setup(self, model, samples, args, kwargs, plan):
         self._model = model
         self._args, self._kwargs = tuple(args), kwargs
