@@ -328,7 +328,8 @@ class Posterior:
         found, start = {}, 0
         for site in self._sites:
             own = values[..., start : start + site.num_features]
-            found[site.name] = own.reshape(*values.shape[:-1], *site.feature_shape)
+            shape = (*values.shape[:-1], *site.feature_shape)
+            found[site.name] = own.reshape(shape)
             start += site.num_features
         return found
 
