@@ -517,29 +517,28 @@ def test_a_cell_of_the_table_is_scored_without_itself():
 # --- draws of cells ----------------------------------------------------------------------
 
 
-def cdf(values, d, h, x):
-    """Distribution function of a real cell given others of its cluster: Student's
-    (Murphy, 2007, Eq. 100)."""
+def student(values, h):
+    """Distribution of a real cell given others of its cluster (Murphy, 2007, Eq.
+    100)."""
     values = values[~np.isnan(values)].astype(float)
     n, mean = len(values), MEANS[h]
     total = KAPPA + n
     centre = (KAPPA * mean + values.sum()) / total
-    rate = RATE + 0.5 * (
-        ((values - values.mean()) ** 2).sum()
-        + KAPPA * n * (values.mean() - mean) ** 2 / total
-        if n
-        else 0
-    )
+    rate = RATE
+    if n:
+        rate += 0.5 * ((values - values.mean()) ** 2).sum()
+        rate += 0.5 * KAPPA * n * (values.mean() - mean) ** 2 / total
     shape = SHAPE + n / 2
-    scale = np.sqrt(rate * (total + 1) / (shape * total))
-    return stats.t.cdf(x, 2 * shape, centre, scale)
+    return stats.t(2 * shape, centre, np.sqrt(rate * (total + 1) / (shape * total)))
 
 
 def log_pdf(cluster, d, h, x):
     """Log density of real cells or of categories `x` in a cluster, one by one."""
-    one = log_marginal(TABLE[cluster, d], d, h)
-    own = [log_marginal(np.append(TABLE[cluster, d], v), d, h) - one for v in x]
-    return np.array(own)
+    values = TABLE[cluster, d]
+    if d < 2:
+        return student(values, h).logpdf(x)
+    weight = URN + (values[:, None] == np.arange(3)).sum(0)
+    return np.log(weight / weight.sum())[list(x)]
 
 
 def assert_uniform(u, level):
@@ -578,7 +577,7 @@ def test_sampled_rows_follow_the_conditional_distribution():
         weights = prior + scores[0]
         of_cluster = special.softmax(weights)
         u[OF_DRAW == i] = sum(
-            w * cdf(TABLE[c, 1], 1, s.h, x)
+            w * student(TABLE[c, 1], s.h).cdf(x)
             for w, c in zip(of_cluster, subsets(s.z), strict=True)
         )
         log_x = np.stack([log_pdf(c, 1, s.h, x.ravel()) for c in subsets(s.z)], -1)
@@ -607,7 +606,7 @@ def test_imputed_cells_follow_the_distribution_of_their_cluster():
         of = OF_DRAW == i
         for j, (n, d) in enumerate(x.index):
             own = TABLE[s.z == s.z[n], d]
-            u[of, j] = cdf(own, d, s.h, x.draws[of, j].astype(float))
+            u[of, j] = student(own, s.h).cdf(x.draws[of, j].astype(float))
         own = np.flatnonzero(s.z == s.z[2])
         probs[of] = np.exp(log_pdf(own, 2, s.h, range(3)))
     for j in range(3):
@@ -705,3 +704,168 @@ def test_in_double_precision():
     expected = exact_log_density((0, 1, 2), ())
     # (The hyperparameters, data of the draws, were in float32.)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+# --- draws of every family of pairs ------------------------------------------------------
+
+
+SAMPLED = tuple(n for n in FAMILIES if n != "MultivariateNormalInverseWishart")
+NUM_SAMPLED = 400
+
+
+def check_draws_of_each(names):
+    # With rows x of draw A and y of draw B, of densities p and q: the means of
+    # q(x) / (p(x) + q(x)) and of p(y) / (p(y) + q(y)) are the same integral. Within 4.5
+    # standard errors: false alarm 7e-6 a column.
+    posterior = Posterior(
+        one_of_each, {"z": THREE[[0, -1]]}, rows_of_each(names, TRAINING, 1)
+    )
+    rows = (4, 3) * (NUM_SAMPLED // 2)
+    tables, masks, _ = rows_of_each(names, rows, 0)
+    drawn = posterior.sample_rows(random.key(7), tables, masks, rows, given=[])
+    shares = []
+    for i in range(2):
+        table = {n: x[i] for n, x in drawn.items()}
+        log_p = posterior.log_column_densities(table, masks, rows)
+        shares.append({n: special.expit(x[1 - i] - x[i]) for n, x in log_p.items()})
+    for n in names:
+        a, b = (s[n].astype(float) for s in shares)
+        gap = a.mean(0) - b.mean(0)
+        z = gap / np.sqrt((a.var(0) + b.var(0)) / NUM_SAMPLED)
+        print(n, z)
+        assert (np.abs(z) < 4.5).all(), (n, z)
+        assert (a.std(0) > 0.01).all(), n  # The draws differ.
+
+
+def test_draws_have_the_density_that_is_said_for_pairs_of_several_families():
+    check_draws_of_each(("NormalKnownScaleByRow", "DirichletMultinomial"))
+
+
+# --- priors of the partition -------------------------------------------------------------
+
+X3 = np.array([[-1.1], [0.3], [0.9]])
+WEIGHTS = np.array([0.5, 1.0, 2.5])
+PROBS_OF_LABELS = np.array([0.2, 0.5, 0.3])
+
+
+def of_dirichlet(num_rows):
+    del num_rows
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.asarray(WEIGHTS)))
+    return dist.Categorical(weights)
+
+
+def of_sticks(num_rows):
+    del num_rows
+    with numpyro.plate("sticks", 2):
+        v = numpyro.sample("v", dist.Beta(1, 1.5))
+    whole = jnp.pad(v, (0, 1), constant_values=1)
+    left = jnp.pad(jnp.cumprod(1 - v), (1, 0), constant_values=1)
+    return dist.Categorical(whole * left)
+
+
+def log_labels(name, z):
+    """Log probability of a vector of labels."""
+    counts = np.bincount(z, minlength=3)
+    if name == "known weights":
+        return np.log(PROBS_OF_LABELS[z]).sum()
+    if name == "Dirichlet weights":
+        return (special.gammaln(WEIGHTS + counts) - special.gammaln(WEIGHTS)).sum() - (
+            special.gammaln(4.0 + len(z)) - special.gammaln(4.0)
+        )
+    later = [counts[1] + counts[2], counts[2]]
+    return sum(
+        special.betaln(1 + n, 1.5 + m) - special.betaln(1, 1.5)
+        for n, m in zip(counts, later, strict=False)
+    )
+
+
+def sizes(z):
+    return np.bincount(z).tolist()
+
+
+# The prior's site, log probability of labels, and whether these have names.
+PRIORS = {
+    "Dirichlet process": (
+        lambda n: ChineseRestaurantProcess(1.3, size=n),
+        lambda z: testing.log_eppf(z, 1.3),
+        False,
+    ),
+    "Pitman-Yor, negative": (
+        lambda n: PitmanYorProcess(-0.1, 0.6, size=n),
+        lambda z: testing.log_eppf(z, -0.1, 0.6),
+        False,
+    ),
+    "finite": (
+        lambda n: FiniteDirichletMixture(0.8, 3, size=n),
+        lambda z: finite_log_eppf(sizes(z), 0.8, 3),
+        False,
+    ),
+    "mixture of finite": (
+        lambda n: MixtureOfFiniteMixtures(
+            1.2, dist.Categorical(jnp.array(COMPONENTS)), n, max_components=4
+        ),
+        lambda z: mixture_log_eppf(sizes(z), 1.2, COMPONENTS),
+        False,
+    ),
+    "Dirichlet weights": (of_dirichlet, partial(log_labels, "Dirichlet weights"), True),
+    "sticks": (of_sticks, partial(log_labels, "sticks"), True),
+    "known weights": (
+        lambda n: dist.Categorical(jnp.asarray(PROBS_OF_LABELS)),
+        partial(log_labels, "known weights"),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_rows_more_and_rows_less_under_every_prior(name):
+    prior, log_prior, labelled = PRIORS[name]
+
+    def model(x):
+        fn = prior(len(x))
+        with numpyro.plate("clusters", 3):
+            loc = numpyro.sample("loc", dist.Normal(0.2, 1.5))
+        if labelled:
+            with numpyro.plate("rows", len(x)):
+                z = numpyro.sample("z", fn)
+                numpyro.sample("x", dist.Normal(loc[z], 0.7), obs=x)
+        else:
+            z = numpyro.sample("z", fn)
+            numpyro.sample("x", dist.Normal(loc[z], 0.7), obs=x)
+
+    def density(x):
+        if len(x) == 0:
+            return 0.0
+        cov = 0.49 * np.eye(len(x)) + 1.5**2
+        return stats.multivariate_normal.logpdf(x, np.full(len(x), 0.2), cov)
+
+    x, new = X3[:, 0].astype(np.float32), np.array([0.5, -1.7], np.float32)
+    draws = np.array([[2, 2, 0], [1, 1, 1], [0, 2, 1]]) if labelled else THREE
+    posterior = Posterior(model, {"z": draws}, (x,))
+    of_row = posterior.membership(new)
+    own = posterior.log_likelihood()
+    num_slots = 3 if labelled else 4
+
+    def weights(z, x, value):
+        # Of a row more in each slot, and in the last a new cluster.
+        found = np.full(num_slots, -np.inf)
+        slots = range(3) if labelled else range(z.max() + 2)
+        for k in slots:
+            with np.errstate(divide="ignore"):
+                ratio = log_prior(np.append(z, k)) - log_prior(z)
+            is_new = not labelled and k == z.max() + 1
+            found[-1 if is_new else k] = (
+                ratio + density(np.append(x[z == k], value)) - density(x[z == k])
+            )
+        return found
+
+    for i, z in enumerate(draws):
+        for r, value in enumerate(new):
+            expected = special.softmax(weights(z, x, value))
+            np.testing.assert_allclose(of_row[i, r], expected, **EXACT)
+        for n in range(3):
+            rest = np.delete(z, n)
+            if not labelled:
+                rest = testing.canonical_labels(rest)
+            expected = special.logsumexp(weights(rest, np.delete(x, n), x[n]))
+            np.testing.assert_allclose(own[i, n], expected, **EXACT)
