@@ -111,6 +111,14 @@ _FEATURE_MOVES = FeatureMoves()
 _NOT_COPIED = ("_read_for", "_hyper", "_init_fn", "_sample_fn")
 
 
+def _identity(args, kwargs):
+    """What arguments are told apart by: leaves, structure, names of other kernels'
+    sites."""
+    data = {k: v for k, v in kwargs.items() if k != GIBBS_SITES_KWARG}
+    leaves, treedef = jax.tree.flatten((args, data))
+    return leaves, treedef, tuple(kwargs.get(GIBBS_SITES_KWARG, ()))
+
+
 class SubsampleAnnealedGibbs(MCMCKernel):
     """
     Subsample-annealed collapsed Gibbs sampling of mixture models.
@@ -391,20 +399,22 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _recognise(self, args, kwargs) -> None:
         # Chains run in sequence call `init` each, with the same arguments. What other
         # kernels of a composite sample does not matter.
-        data = {k: v for k, v in kwargs.items() if k != GIBBS_SITES_KWARG}
-        siblings = tuple(kwargs.get(GIBBS_SITES_KWARG, ()))
-        leaves, treedef = jax.tree.flatten((args, data))
-        if self._read_for is not None:
-            known_leaves, *known = self._read_for
-            if (
-                [treedef, siblings] == known
-                and len(leaves) == len(known_leaves)
-                and all(a is b for a, b in zip(leaves, known_leaves, strict=True))
-            ):
-                return
-        self._plan = planning.recognise(self._model, args, kwargs)
-        self._read_for = leaves, treedef, siblings
-        self._init_fn = None
+        if not self._has_read(args, kwargs):
+            self._plan = planning.recognise(self._model, args, kwargs)
+            self._read_for = _identity(args, kwargs)
+            self._init_fn = None
+
+    def _has_read(self, args, kwargs) -> bool:
+        """Whether the plan is that of these arguments."""
+        if self._read_for is None:
+            return False
+        known_leaves, *known = self._read_for
+        leaves, *found = _identity(args, kwargs)
+        return (
+            found == known
+            and len(leaves) == len(known_leaves)
+            and all(a is b for a, b in zip(leaves, known_leaves, strict=True))
+        )
 
     def _check_joint(self) -> None:
         sites = {site.name: site for site in self._plan.hyper}

@@ -954,7 +954,9 @@ def check_data(
     :raises NotRecognised: naming the column and the value.
     """
     if live is not None:
+        # Each value with the parameters of its own row.
         x = _fill(x, live)
+        given = {name: _fill(value, live) for name, value in given.items()}
     for index in np.ndindex(shape.feature_shape):
         at = (slice(None), *index)
         if live is not None and not live[at].any():

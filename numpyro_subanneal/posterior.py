@@ -16,6 +16,7 @@ import numpy as np
 
 import numpyro
 from numpyro import handlers
+import numpyro.distributions as dist
 from numpyro.distributions.discrete import (
     BernoulliLogits,
     BernoulliProbs,
@@ -39,7 +40,13 @@ from numpyro_subanneal.predictive import (
     observed,
 )
 from numpyro_subanneal.rows import Component
-from numpyro_subanneal.skeleton import Args, Kwargs, Model, read_skeleton
+from numpyro_subanneal.skeleton import (
+    Args,
+    Kwargs,
+    Model,
+    NotRecognised,
+    read_skeleton,
+)
 from numpyro_subanneal.typing import Array
 
 # Rows looked at together. Each takes (features x clusters) floats.
@@ -56,10 +63,12 @@ class Imputation(NamedTuple):
     - **index** - where they are: row and position in the row, ``[cells, axes]``.
     - **draws** - a draw of each from every draw of the posterior, ``[draws, cells,
       *event_shape]``.
-    - **point** - the mean of the draws, or of a site of categories or of zeros and ones
-      the most frequent value: ``[cells, *event_shape]``.
+    - **point** - the mean of the draws; of a site of categories or of zeros and ones
+      the most frequent value, and of one of angles their mean direction: ``[cells,
+      *event_shape]``.
     - **uncertainty** - the standard deviation of the draws, or the share of them that
-      differ from `point`: ``[cells, *event_shape]``.
+      differ from `point`; of angles the circular standard deviation (Mardia and Jupp,
+      2000, Eq. 2.3.11), in radians: ``[cells, *event_shape]``.
     """
 
     index: np.ndarray
@@ -155,17 +164,21 @@ class Posterior:
 
         :param MCMC mcmc: after its `run`.
         """
-        if mcmc.last_state is None:
-            raise ValueError("`mcmc` has no draws; call its `run` first.")
+        kernel, state = mcmc.sampler, mcmc.last_state
+        ours = isinstance(kernel, SubsampleAnnealedGibbs)
+        # NB: after a `warmup` that collects nothing there are arrays of zeros.
+        if state is None or (ours and np.max(state.i) <= state.added.shape[-1]):
+            raise ValueError(
+                "`mcmc` has no draws of the posterior; call its `run` first."
+            )
         # NB: NumPyro has no public name for them; ArviZ reads them there too.
         args, kwargs = mcmc._args, mcmc._kwargs
         samples = mcmc.get_samples(group_by_chain=True)
-        kernel = mcmc.sampler
-        plan = getattr(kernel, "_plan", None)
-        if plan is None:
+        # A kernel may have been used for another table since.
+        if not (ours and kernel._has_read(args, kwargs)):
             return cls(kernel.model, samples, args, kwargs)
         posterior = cls.__new__(cls)
-        posterior._setup(kernel.model, samples, args, dict(kwargs), plan)
+        posterior._setup(kernel.model, samples, args, dict(kwargs), kernel._plan)
         return posterior
 
     @classmethod
@@ -214,6 +227,8 @@ class Posterior:
 
     def _read_samples(self, samples):
         plan = self._plan
+        with numpyro.validation_enabled(False), handlers.block():
+            sites = read_skeleton(self._model, self._args, self._kwargs).sites
         wanted = {**plan.assigned}
         for site in plan.hyper:
             wanted[site.name] = None
@@ -241,10 +256,17 @@ class Posterior:
                     f"The samples of site '{site}' have shape {value.shape}, but those "
                     f"of '{name}' have {head} draws."
                 )
-            if site in plan.assigned and value.shape[lead:] != plan.assigned[site]:
+            shape = plan.assigned.get(site, sites[site].shape)
+            if value.shape[lead:] != shape:
                 raise ValueError(
                     f"The samples of site '{site}' have shape {value.shape}; the model "
-                    f"with its training arguments has {plan.assigned[site]} a draw."
+                    f"with its training arguments has {shape} a draw. Give the samples "
+                    "and the arguments of the same run."
+                )
+            if site in plan.assigned and value.dtype.kind not in "iu":
+                raise ValueError(
+                    f"The samples of site '{site}' are of type {value.dtype}; labels "
+                    "are integers."
                 )
             draws[site] = value.reshape(-1, *value.shape[lead:])
         if draws[name].shape[0] == 0:
@@ -260,7 +282,19 @@ class Posterior:
                     f"In draw {draw} row {row} is out of the subsample (-1): this is a "
                     "draw of the warm-up, and not of the posterior. Leave those out."
                 )
+            self._check_labels(p.name, draws[p.name], plan.capacity, p.labelled)
+            if p.features is not None:
+                self._check_labels(p.features, draws[p.features], p.num_views, True)
         return draws, head[0] if lead == 2 else 1
+
+    def _check_labels(self, name, labels, size, limited):
+        out = labels >= size
+        if limited and out.any():
+            raise ValueError(
+                f"The samples of site '{name}' have the label {labels[out][0]}, but "
+                f"the model has {size}, numbered from 0. Give the samples and the "
+                "arguments of the same run."
+            )
 
     # --- what there is -------------------------------------------------------------
 
@@ -349,7 +383,8 @@ class Posterior:
         found, start = {}, 0
         for site in self._sites:
             own = values[..., start : start + site.num_features]
-            found[site.name] = own.reshape(*values.shape[:-1], *site.feature_shape)
+            shape = (*values.shape[:-1], *site.feature_shape)
+            found[site.name] = own.reshape(shape)
             start += site.num_features
         return found
 
@@ -404,7 +439,7 @@ class Posterior:
                     name: np.broadcast_to(g, (rows, *g.shape[1:]))
                     for name, g in zip(c.block.pair.given_by_row, x.given, strict=True)
                 }
-                check_data(
+                _check_rows(
                     c.block.pair,
                     site,
                     {name: np.asarray(h) for name, h in hyper.items()},
@@ -871,6 +906,23 @@ class Posterior:
         return found.reshape(-1, self.num_rows)
 
 
+def _check_rows(pair, site, hyper, given, value, live):
+    def check(at):
+        own = {name: g[at] for name, g in given.items()}
+        check_data(pair, site, hyper, own, value[at], live[at])
+
+    try:
+        check(slice(None))
+    except NotRecognised as whole:
+        # What is asked of a table to learn from, such as that its values can be told
+        # apart, is not asked of new rows: each must do by itself.
+        for n in range(len(value)):
+            try:
+                check(slice(n, n + 1))
+            except NotRecognised:
+                raise ValueError(str(whole)) from None
+
+
 def log_mean_exp(values: np.ndarray) -> np.ndarray:
     """Logarithm of the mean over the first axis of the exponential."""
     most = np.max(values, 0)
@@ -885,6 +937,13 @@ def _summary(index, draws, likelihood) -> Imputation:
         counts = np.stack([(draws == v).sum(0) for v in range(int(draws.max()) + 1)])
         share = counts.max(0) / len(draws)
         return Imputation(index, draws, counts.argmax(0), 1 - share)
+    if likelihood is dist.VonMises:
+        # (The mean of angles next to -pi and pi is on the other side.)
+        mean = np.exp(1j * draws.astype(np.float64)).mean(0)
+        length = np.minimum(np.abs(mean), 1)
+        with np.errstate(divide="ignore"):
+            spread = np.sqrt(-2 * np.log(length))
+        return Imputation(index, draws, np.angle(mean), spread)
     mean, spread = (f(draws, axis=0, dtype=np.float64) for f in (np.mean, np.std))
     return Imputation(index, draws, mean, spread)
 
@@ -916,15 +975,21 @@ def cross_validate(
         ``[rows]`` of the table, a pair. By default rows are taken out of every array
         whose first axis is as long as there are rows.
     :param kwargs: the model's keyword arguments.
-    :raises ValueError: if a split leaves no row on one side.
+    :raises ValueError: if a split leaves no row on one side, or the arguments do not
+        say which rows to take out.
     """
     plan = recognise(kernel.model, args, kwargs)
     num_rows = plan.num_rows
-    size = round(num_rows * held_out)
+    size = round(num_rows * held_out) if np.isfinite(held_out) else -1
     if not 0 < size < num_rows:
         raise ValueError(
-            f"`held_out` = {held_out!r} of {num_rows} rows is {size}; at least one row "
-            "must be held out and one be left."
+            f"`held_out` = {held_out!r} of {num_rows} rows leaves "
+            f"{size} and {num_rows - size}; give a share such as 1 / 8, of which at "
+            "least one row is held out and one is left."
+        )
+    if not isinstance(num_splits, int | np.integer) or num_splits < 1:
+        raise ValueError(
+            f"`num_splits` must be a positive integer, got {num_splits!r}."
         )
     if take is None:
         take = partial(_take_rows, num_rows)
@@ -934,6 +999,7 @@ def cross_validate(
         order = np.asarray(random.permutation(key_split, num_rows))
         out, rest = np.sort(order[:size]), np.sort(order[size:])
         own_args, own_kwargs = take(args, kwargs, rest)
+        _check_taken(kernel.model, own_args, own_kwargs, plan.partition.name, len(rest))
         mcmc = MCMC(
             kernel,
             num_warmup=num_warmup,
@@ -949,6 +1015,18 @@ def cross_validate(
         densities.append(found)
         rows.append(out)
     return CrossValidation(np.array(scores), densities, rows)
+
+
+def _check_taken(model, args, kwargs, name, size):
+    with numpyro.validation_enabled(False), handlers.block():
+        found = read_skeleton(model, args, kwargs).sites[name].shape[-1]
+    if found != size:
+        raise ValueError(
+            f"The model has {found} rows in partition site '{name}' with the arguments "
+            f"for {size} of them. The table must be an argument, and not bound to the "
+            "model; and sizes of it too, or `take` must give those that go with the "
+            "rows."
+        )
 
 
 def _take_rows(num_rows, args, kwargs, rows):

@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
+
+import numpyro.distributions as dist
+from numpyro.distributions.discrete import MultinomialProbs
 
 from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
@@ -252,8 +255,33 @@ def draw_cells(
             for name, given in zip(block.pair.given_by_row, x.given, strict=True):
                 parameters[name] = given[n if given.shape[0] > 1 else 0]
             fn = block.pair.likelihood[0](**parameters)
-            found[site.name] = draw(random.fold_in(key_cells, j), fn)
+            key = random.fold_in(key_cells, j)
+            multinomial = isinstance(fn, MultinomialProbs)
+            found[site.name] = draw_counts(key, fn) if multinomial else draw(key, fn)
     return found
+
+
+def draw_counts(rng_key: Array, fn: MultinomialProbs) -> Array:
+    """
+    A multinomial draw, one category after another: each is binomial among the trials
+    that are left. (NumPyro's needs to know the largest number of trials beforehand, and
+    makes as many draws.)
+    """
+    probs = jnp.broadcast_to(fn.probs, fn.shape())
+    total = jnp.asarray(fn.total_count, jnp.result_type(int))
+    left = jnp.broadcast_to(total, fn.batch_shape)
+    rest = jnp.cumsum(probs[..., ::-1], -1)[..., ::-1]
+    # Of the last one exactly 1.
+    share = jnp.moveaxis(jnp.minimum(probs / rest, 1), -1, 0)
+
+    def step(left, one):
+        key, share = one
+        count = dist.Binomial(left, share).sample(key).astype(left.dtype)
+        return left - count, count
+
+    keys = random.split(rng_key, len(share))
+    _, counts = lax.scan(step, left, (keys, share))
+    return jnp.moveaxis(counts, 0, -1)
 
 
 def draw_clusters(rng_key: Array, log_membership: Array) -> Array:

@@ -795,6 +795,9 @@ class Prober:
         bad = ~(gap <= _TOLERANCE * size)
         if shape.name in self.live:
             bad &= self.live[shape.name].any(0)  # Else there is no value to look at.
+            if pair.given_by_row:
+                # What replaces a masked value need not go with its row's parameters.
+                bad &= self.live[shape.name][self.rows[i]]
         if np.any(bad):
             index = _first(bad)
             worst = float(np.asarray(gap)[index])

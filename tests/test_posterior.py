@@ -1,0 +1,871 @@
+# Copyright Contributors to the numpyro_subanneal project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+What is asked of a fit, against enumeration: all partitions of a few rows (and columns)
+are the draws, and every answer is a ratio of joint probabilities by the oracles.
+
+Where nothing else is said a test is exact, to float32. Keys are fixed and nothing is
+retried; a comment at each statistical test states its false-alarm rate.
+"""
+
+from functools import cache, partial
+import itertools
+from typing import NamedTuple
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special, stats
+from small_models import finite_log_eppf
+from test_pairs import CASES, COMPONENTS, ROW_SCALE, TOTALS, VOTES, logit
+from test_pairs import mixture_log_eppf
+
+import numpyro
+from numpyro import handlers
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_subanneal import (
+    ChineseRestaurantProcess,
+    FiniteDirichletMixture,
+    Grid,
+    MixtureOfFiniteMixtures,
+    NotRecognised,
+    PitmanYorProcess,
+    Posterior,
+    SubsampleAnnealedGibbs,
+    cross_validate,
+    testing,
+)
+
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled
+
+EXACT = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def subsets(z):
+    """Rows of each cluster of a partition, and of a new one."""
+    return [np.flatnonzero(z == k) for k in range(z.max() + 1)] + [np.zeros(0, int)]
+
+
+# --- pairs of every family ------------------------------------------------------------
+
+# One of each kind of statistics, one with a location, two of parameters by row.
+FAMILIES = (
+    "NormalInverseGamma",
+    "NormalKnownScaleByRow",
+    "BetaBinomialByRowLogits",
+    "GammaPoisson",
+    "DirichletCategorical",
+    "DirichletMultinomial",
+    "VonMisesKnownConcentration",
+    "MultivariateNormalInverseWishart",
+)
+BY_NAME = {c.pair: c for c in CASES}
+# Likelihoods with parameters by row, which are those of the rows asked about.
+BY_ROW = {
+    "NormalKnownScaleByRow": lambda rows, loc: dist.Normal(loc, ROW_SCALE[rows]),
+    "BetaBinomialByRow": lambda rows, p: dist.Binomial(TOTALS[rows], probs=p),
+    "BetaBinomialByRowLogits": lambda rows, p: dist.Binomial(
+        TOTALS[rows], logits=logit(p)
+    ),
+    "DirichletMultinomial": lambda rows, p: dist.Multinomial(
+        VOTES.sum(-1)[rows], p, total_count_max=9
+    ),
+}
+BY_ROW = {
+    name: lambda rows, *theta, fn=fn: fn(np.asarray(rows), *theta)
+    for name, fn in BY_ROW.items()
+}
+
+
+def one_of_each(tables, masks, rows):
+    # `rows`, a tuple: which rows of the parameters by row.
+    z = numpyro.sample("z", PitmanYorProcess(0.5, 0.3, size=len(rows)))
+    for name, x in tables.items():
+        case = BY_NAME[name]
+        with numpyro.plate(f"{name} features", x.shape[1], dim=-1):
+            with numpyro.plate(f"{name} clusters", 4, dim=-2):
+                theta = case.prior(
+                    lambda role, fn, name=name: numpyro.sample(f"{name} {role}", fn)
+                )
+            with numpyro.plate(f"{name} rows", len(rows), dim=-2):
+                with handlers.mask(mask=masks[name]):
+                    theta = [t[z] for t in theta]
+                    fn = (
+                        BY_ROW[name](rows, *theta)
+                        if name in BY_ROW
+                        else case.likelihood(*theta)
+                    )
+                    numpyro.sample(name, fn, obs=x)
+
+
+def rows_of_each(names, rows, seed):
+    """Arguments of `one_of_each`; a third of the cells are masked, and rubbish."""
+    rng = np.random.default_rng(seed)
+    tables, masks = {}, {}
+    for name in names:
+        x = BY_NAME[name].x
+        real = x.dtype.kind == "f"
+        x = x[list(rows)].astype(np.float32 if real else np.int32)
+        mask = rng.random(x.shape[:2]) < (2 / 3 if seed else 2)
+        x[~mask] = np.nan if real else -7
+        tables[name], masks[name] = x, mask
+    return tables, masks, tuple(rows)
+
+
+TRAINING, NEW = (0, 1, 2), (4, 3, 1, 0)
+THREE = testing.set_partitions(3)
+
+
+@cache
+def of_each(names=FAMILIES):
+    return Posterior(one_of_each, {"z": THREE}, rows_of_each(names, TRAINING, 1))
+
+
+class Cells:
+    """Log predictive density of a row of every case, by the oracles."""
+
+    def __init__(self, names):
+        self.names = names
+        self.tables, self.masks, _ = rows_of_each(names, TRAINING, 1)
+        self.log_marginal = cache(self.log_marginal)
+
+    def log_marginal(self, name, d, cluster, new=None):
+        """Of the observed cells of training rows `cluster`, and of row `new` (of
+        `CASES`)."""
+        live = [i for i in cluster if self.masks[name][i, d]]
+        index = [TRAINING[i] for i in live] + ([] if new is None else [new])
+        index = np.array(index, int)
+        return BY_NAME[name].log_marginal(BY_NAME[name].x[index, d], d, index)
+
+    def score(self, name, d, cluster, new):
+        return self.log_marginal(name, d, cluster, new) - self.log_marginal(
+            name, d, cluster
+        )
+
+
+def by_cluster(z, log_eppf):
+    """Log probability that one row more joins each cluster of `z`, or a new one."""
+    old = log_eppf(z)
+    return np.array([log_eppf(np.append(z, k)) for k in range(z.max() + 2)]) - old
+
+
+def check_cells_of_each(names):
+    posterior, cells = of_each(names), Cells(names)
+    new = rows_of_each(names, NEW, 2)
+    alone = posterior.log_column_densities(*new)
+    given = posterior.log_column_densities(*new, given=list(names))
+    eppf = partial(testing.log_eppf, concentration=0.5, discount=0.3)
+    columns = [(n, d) for n in names for d in range(cells.tables[n].shape[1])]
+    assert posterior.columns == tuple((n, (d,)) for n, d in columns)
+    for (i, z), (r, row) in itertools.product(enumerate(THREE), enumerate(NEW)):
+        prior = by_cluster(z, eppf)
+        scores = {
+            (n, d): [cells.score(n, d, tuple(c), row) for c in subsets(z)]
+            for n, d in columns
+            if new[1][n][r, d]
+        }
+        whole = prior + sum(map(np.array, scores.values()))
+        for n, d in columns:
+            if (n, d) not in scores:
+                assert np.isnan(alone[n][i, r, d]) and np.isnan(given[n][i, r, d])
+                continue
+            for got, weights in ((alone, prior), (given, whole - scores[n, d])):
+                expected = special.logsumexp(weights + scores[n, d])
+                expected -= special.logsumexp(weights)
+                # Marginals by quadrature have an error of up to 1e-3.
+                np.testing.assert_allclose(
+                    got[n][i, r, d], expected, rtol=0, atol=2e-3, err_msg=f"{n} {d}"
+                )
+
+
+def check_own_cells_of_each(names):
+    # The mean over draws of one over the density, each draw with the row taken out.
+    posterior, cells = of_each(names), Cells(names)
+    got = posterior.cell_surprisal()
+    eppf = partial(testing.log_eppf, concentration=0.5, discount=0.3)
+    columns = [(n, d) for n in names for d in range(cells.tables[n].shape[1])]
+    for n in range(3):
+        live = [(s, d) for s, d in columns if cells.masks[s][n, d]]
+        each = []
+        for z in THREE:
+            rest = np.delete(np.arange(3), n)
+            own = testing.canonical_labels(z[rest])
+            clusters = [rest[c] for c in subsets(own)]
+            scores = np.array(
+                [
+                    [cells.score(s, d, tuple(c), TRAINING[n]) for c in clusters]
+                    for s, d in live
+                ]
+            ).reshape(len(live), len(clusters))
+            whole = by_cluster(own, eppf) + scores.sum(0)
+            each.append(
+                special.logsumexp(whole) - special.logsumexp(whole - scores, axis=1)
+            )
+        expected = special.logsumexp(-np.array(each), axis=0) - np.log(len(THREE))
+        for (s, d), value in zip(live, expected, strict=True):
+            np.testing.assert_allclose(
+                got[s][n, d], value, rtol=0, atol=2e-3, err_msg=f"{s} {d}"
+            )
+    for s in names:
+        np.testing.assert_array_equal(np.isnan(got[s]), ~cells.masks[s])
+
+
+def test_cells_of_new_rows_have_their_density_for_every_family_of_pairs():
+    check_cells_of_each(FAMILIES)
+
+
+def test_cells_of_the_table_have_their_surprisal_for_every_family_of_pairs():
+    check_own_cells_of_each(FAMILIES)
+
+
+# --- a mixture, all partitions and two values of the hyperparameters -------------------
+
+KAPPA, SHAPE, RATE = 0.4, 2.5, 1.5
+URN = np.array([0.6, 1.1, 0.3])
+ALPHAS, MEANS = np.array([0.5, 2.0]), np.array([-0.4, 0.7])
+nan = np.nan
+REAL = np.array([[-0.9, 0.2], [nan, 1.1], [0.4, -1.3], [nan, nan]], np.float32)
+CODES = np.array([0, 2, -1, 1])
+NEW_REAL = np.array(
+    [[0.3, -0.7], [nan, 0.8], [1.6, nan], [nan, nan], [-1.0, 0.1]], np.float32
+)
+NEW_CODES = np.array([1, 0, 2, -1, -1])
+COLUMNS = (("x", (0,)), ("x", (1,)), ("c", ()))
+
+
+def mixture(real, codes, num_clusters=5):
+    alpha = numpyro.sample("alpha", Grid(ALPHAS))
+    mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
+    num_rows = real.shape[0]
+    z = numpyro.sample("z", ChineseRestaurantProcess(alpha, size=num_rows))
+    with numpyro.plate("clusters", num_clusters):
+        probs = numpyro.sample("probs", dist.Dirichlet(jnp.asarray(URN)))
+    with numpyro.plate("features", 2, dim=-1):
+        with numpyro.plate("real_clusters", num_clusters, dim=-2):
+            var = numpyro.sample("var", dist.InverseGamma(SHAPE, RATE))
+            loc = numpyro.sample("loc", dist.Normal(mean, jnp.sqrt(var / KAPPA)))
+        with handlers.mask(mask=~jnp.isnan(real)):
+            numpyro.sample("x", dist.Normal(loc[z], jnp.sqrt(var[z])), obs=real)
+    with numpyro.plate("rows", num_rows), handlers.mask(mask=codes >= 0):
+        numpyro.sample("c", dist.Categorical(probs[z]), obs=codes)
+
+
+def columns_of(real, codes):
+    """Cells ``[rows, 3]``, NaN where masked."""
+    codes = np.where(codes < 0, np.nan, codes)
+    return np.concatenate([np.asarray(real, float), codes[:, None]], 1)
+
+
+TABLE, NEW_TABLE = columns_of(REAL, CODES), columns_of(NEW_REAL, NEW_CODES)
+NUM_ROWS = len(TABLE)
+
+
+def log_marginal(values, d, h):
+    """Of those `values` of a column that are not NaN."""
+    values = values[~np.isnan(values)]
+    if d == 2:
+        return testing.categorical_log_marginal(values.astype(int)[:, None], URN[None])
+    return testing.normal_log_marginal(values[:, None], MEANS[h], KAPPA, SHAPE, RATE)
+
+
+def log_joint(z, table, h):
+    return testing.log_eppf(z, ALPHAS[h]) + sum(
+        log_marginal(table[z == k, d], d, h)
+        for k in range(z.max() + 1)
+        for d in (0, 1, 2)
+    )
+
+
+class State(NamedTuple):
+    """A partition, and which values of the hyperparameters."""
+
+    z: np.ndarray
+    h: int
+
+    def row(self, cells, table=TABLE):
+        """Log prior of the clusters that a row more may be in, and log density of each
+        of its cells there, ``[clusters]`` and ``[3, clusters]``."""
+        prior = by_cluster(
+            self.z, partial(testing.log_eppf, concentration=ALPHAS[self.h])
+        )
+        scores = [
+            [
+                log_marginal(np.append(table[c, d], x), d, self.h)
+                - log_marginal(table[c, d], d, self.h)
+                for c in subsets(self.z)
+            ]
+            for d, x in enumerate(cells)
+        ]
+        return prior, np.array(scores)
+
+    def without(self, n):
+        """The state of the other rows, and their table."""
+        z = testing.canonical_labels(np.delete(self.z, n))
+        return State(z, self.h), np.delete(TABLE, n, 0)
+
+
+STATES = [State(z, h) for h in (0, 1) for z in testing.set_partitions(NUM_ROWS)]
+LOG_JOINT = np.array([log_joint(s.z, TABLE, s.h) for s in STATES])
+PROBS = special.softmax(LOG_JOINT)
+NUM_DRAWS = 400
+# Every state, as often as it is probable, as far as whole numbers go; at least once.
+TIMES = np.maximum(1, np.round(PROBS * NUM_DRAWS).astype(int))
+TIMES[TIMES.argmax()] += NUM_DRAWS - TIMES.sum()
+OF_DRAW = np.random.default_rng(0).permutation(np.repeat(np.arange(len(STATES)), TIMES))
+SHARE = TIMES / NUM_DRAWS
+
+
+def draws_of(index):
+    return {
+        "z": np.stack([STATES[i].z for i in index]),
+        "alpha": ALPHAS[[STATES[i].h for i in index]].astype(np.float32),
+        "mean": MEANS[[STATES[i].h for i in index]].astype(np.float32),
+    }
+
+
+@cache
+def fitted():
+    return Posterior(mixture, draws_of(OF_DRAW), (REAL, CODES))
+
+
+@cache
+def exact_rows():
+    """Of every state and new row, see `State.row`."""
+    return [[s.row(cells) for cells in NEW_TABLE] for s in STATES]
+
+
+def exact_log_density(columns, given):
+    """``[states, rows]``."""
+    both, given = sorted({*columns, *given}), list(given)
+    return np.array(
+        [
+            [
+                special.logsumexp(prior + scores[both].sum(0))
+                - special.logsumexp(prior + scores[given].sum(0))
+                for prior, scores in of_state
+            ]
+            for of_state in exact_rows()
+        ]
+    )
+
+
+def mean_of_draws(log_values):
+    """Log mean over draws of what is given for every state."""
+    return special.logsumexp(log_values, axis=0, b=SHARE[:, None])
+
+
+SELECTIONS = {
+    "all": (None, None, (0, 1, 2), ()),
+    "one site": ("c", None, (2,), ()),
+    "one column": ({"x": 1}, None, (1,), ()),
+    "of a list given another": (["c"], {"x": [0, 1]}, (2,), (0, 1)),
+    "several given one": ({"x": [False, True], "c": True}, {"x": -2}, (1, 2), (0,)),
+    "given themselves": ("x", ["x", "c"], (0, 1), (0, 1, 2)),
+    "nothing": ([], None, (), ()),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_log_density_is_a_ratio_of_joint_probabilities(name):
+    columns, given, of, on = SELECTIONS[name]
+    expected = exact_log_density(of, on)
+    args = NEW_REAL, NEW_CODES
+    got = fitted().log_density(*args, columns=columns, given=given)
+    np.testing.assert_allclose(got, expected[OF_DRAW], **EXACT)
+    # Averaged: each draw counts as much as it makes what is given probable.
+    expected = mean_of_draws(exact_log_density((*of, *on), ()))
+    expected = expected - mean_of_draws(exact_log_density(on, ()))
+    got = fitted().log_predictive(*args, columns=columns, given=given)
+    np.testing.assert_allclose(got, expected, **EXACT)
+
+
+def test_log_predictive_is_that_of_the_table_with_a_row_more():
+    # Draws are as frequent as probable to half of one in 400 for each of 30 states.
+    got = fitted().log_predictive(NEW_REAL, NEW_CODES)
+    for cells, value in zip(NEW_TABLE, got, strict=True):
+        table = np.concatenate([TABLE, cells[None]])
+        partitions = testing.set_partitions(NUM_ROWS + 1)
+        more = [log_joint(z, table, h) for h in (0, 1) for z in partitions]
+        expected = special.logsumexp(more) - special.logsumexp(LOG_JOINT)
+        assert abs(value - expected) < 0.02, (value, expected)
+
+
+@pytest.mark.parametrize("given", [(), (0, 1, 2), (0, 2)])
+def test_density_of_each_cell_given_others(given):
+    masked = np.isnan(NEW_TABLE)
+    expected = np.stack(
+        [exact_log_density((d,), [g for g in given if g != d]) for d in range(3)], -1
+    )
+    expected[:, masked] = np.nan
+    asked = {"x": [d for d in given if d < 2]} | ({"c": True} if 2 in given else {})
+    got = fitted().log_column_densities(NEW_REAL, NEW_CODES, given=asked)
+    np.testing.assert_allclose(got["x"], expected[OF_DRAW][..., :2], **EXACT)
+    np.testing.assert_allclose(got["c"], expected[OF_DRAW][..., 2], **EXACT)
+
+
+@pytest.mark.parametrize(
+    "given, known", [(None, [0, 1, 2]), ([], []), ({"x": 0}, [0])], ids=str
+)
+def test_membership_has_the_labels_of_the_draw_and_a_new_cluster_last(given, known):
+    got = fitted().membership(NEW_REAL, NEW_CODES, given=given)
+    # Of the largest label of any draw and a new one.
+    assert got.shape == (NUM_DRAWS, len(NEW_TABLE), NUM_ROWS + 1)
+    expected = np.zeros((len(STATES), len(NEW_TABLE), NUM_ROWS + 1))
+    for i, of_state in enumerate(exact_rows()):
+        for r, (prior, scores) in enumerate(of_state):
+            *old, new = special.softmax(prior + scores[known].sum(0))
+            expected[i, r, : len(old)] = old
+            expected[i, r, -1] = new
+    np.testing.assert_allclose(got, expected[OF_DRAW], **EXACT)
+
+
+def test_membership_of_labels_with_gaps():
+    z = np.array([[3, 0, 3, 1]])
+    draws = {**draws_of([0]), "z": z}
+    got = Posterior(mixture, draws, (REAL, CODES)).membership(NEW_REAL, NEW_CODES)
+    same = State(testing.canonical_labels(z[0]), STATES[0].h)
+    for r, cells in enumerate(NEW_TABLE):
+        prior, scores = same.row(cells)
+        a, b, c, new = special.softmax(prior + scores.sum(0))
+        np.testing.assert_allclose(got[0, r], [b, c, 0, a, new], **EXACT)
+
+
+# --- rows of the table ------------------------------------------------------------------
+
+
+@cache
+def exact_own():
+    """Of every state and row, the row taken out."""
+    out = []
+    for s in STATES:
+        rest = [s.without(n) for n in range(NUM_ROWS)]
+        out.append(
+            [t.row(cells, table) for (t, table), cells in zip(rest, TABLE, strict=True)]
+        )
+    return out
+
+
+def log_without(n, d=None):
+    """Log joint probability of all but a row, or a cell."""
+    if d is None:
+        table, num_rows = np.delete(TABLE, n, 0), NUM_ROWS - 1
+    else:
+        table, num_rows = TABLE.copy(), NUM_ROWS
+        table[n, d] = np.nan
+    return special.logsumexp(
+        [
+            log_joint(z, table, h)
+            for h in (0, 1)
+            for z in testing.set_partitions(num_rows)
+        ]
+    )
+
+
+def test_a_row_of_the_table_is_scored_without_itself():
+    expected = np.array(
+        [
+            [special.logsumexp(prior + scores.sum(0)) for prior, scores in of_state]
+            for of_state in exact_own()
+        ]
+    )
+    got = fitted().log_likelihood()
+    np.testing.assert_allclose(got, expected[OF_DRAW], **EXACT)
+    # The weights of draws are right: with exact ones, this is the density given the
+    # other rows.
+    left_out = [special.logsumexp(LOG_JOINT) - log_without(n) for n in range(NUM_ROWS)]
+    identity = -special.logsumexp(-expected, axis=0, b=PROBS[:, None])
+    np.testing.assert_allclose(identity, left_out, rtol=1e-9, atol=1e-12)
+    got = fitted().surprisal()
+    np.testing.assert_allclose(got, mean_of_draws(-expected), **EXACT)
+    np.testing.assert_allclose(-got, left_out, rtol=0, atol=0.02)
+
+
+def test_a_cell_of_the_table_is_scored_without_itself():
+    each = np.array(
+        [
+            [
+                special.logsumexp(prior + scores.sum(0))
+                - special.logsumexp(prior + scores.sum(0) - scores, axis=1)
+                for prior, scores in of_state
+            ]
+            for of_state in exact_own()
+        ]
+    )
+    whole = special.logsumexp(LOG_JOINT)
+    left_out = np.array(
+        [[whole - log_without(n, d) for d in range(3)] for n in range(NUM_ROWS)]
+    )
+    share, probs = SHARE[:, None, None], PROBS[:, None, None]
+    identity = -special.logsumexp(-each, axis=0, b=probs)
+    np.testing.assert_allclose(identity, left_out, rtol=1e-9, atol=1e-12)
+    expected = special.logsumexp(-each, axis=0, b=share)
+    expected[np.isnan(TABLE)] = np.nan
+    got = fitted().cell_surprisal()
+    np.testing.assert_allclose(got["x"], expected[:, :2], **EXACT)
+    np.testing.assert_allclose(got["c"], expected[:, 2], **EXACT)
+    np.testing.assert_allclose(
+        got["x"], np.where(np.isnan(REAL), np.nan, -left_out[:, :2]), rtol=0, atol=0.02
+    )
+
+
+# --- draws of cells ----------------------------------------------------------------------
+
+
+def student(values, h):
+    """Distribution of a real cell given others of its cluster (Murphy, 2007, Eq.
+    100)."""
+    values = values[~np.isnan(values)].astype(float)
+    n, mean = len(values), MEANS[h]
+    total = KAPPA + n
+    centre = (KAPPA * mean + values.sum()) / total
+    rate = RATE
+    if n:
+        rate += 0.5 * ((values - values.mean()) ** 2).sum()
+        rate += 0.5 * KAPPA * n * (values.mean() - mean) ** 2 / total
+    shape = SHAPE + n / 2
+    return stats.t(2 * shape, centre, np.sqrt(rate * (total + 1) / (shape * total)))
+
+
+def log_pdf(cluster, d, h, x):
+    """Log density of real cells or of categories `x` in a cluster, one by one."""
+    values = TABLE[cluster, d]
+    if d < 2:
+        return student(values, h).logpdf(x)
+    weight = URN + (values[:, None] == np.arange(3)).sum(0)
+    return np.log(weight / weight.sum())[list(x)]
+
+
+def assert_uniform(u, level):
+    p = stats.kstest(np.ravel(u), "uniform").pvalue
+    print("p", p)
+    assert p > level, p
+
+
+def assert_categories(codes, probs, level):
+    """Codes, each of its own probabilities ``[..., C]``: Hotelling's chi-square."""
+    probs = probs.reshape(-1, probs.shape[-1])
+    gap = ((np.ravel(codes)[:, None] == np.arange(probs.shape[1])) - probs)[:, 1:]
+    cov = -(probs[:, 1:, None] * probs[:, None, 1:]).sum(0)
+    cov = cov + np.diag(probs[:, 1:].sum(0))
+    total = gap.sum(0)
+    p = stats.chi2.sf(total @ np.linalg.solve(cov, total), len(total))
+    print("p", p)
+    assert p > level, p
+
+
+def test_sampled_rows_follow_the_conditional_distribution():
+    # Of rows with their first cell known: the second by its distribution function, the
+    # category given both. False alarm: 1e-4 each.
+    num = 60
+    real = np.repeat(np.array([[0.3, nan]], np.float32), num, 0)
+    codes = np.full(num, 1)
+    draws = fitted().sample_rows(random.key(3), real, codes, given=["x"])
+    assert draws["x"].shape == (NUM_DRAWS, num, 2)
+    assert draws["c"].shape == (NUM_DRAWS, num)
+    assert (draws["x"][..., 0] == real[:, 0]).all()
+    u = np.zeros((NUM_DRAWS, num))
+    probs = np.zeros((NUM_DRAWS, num, 3))
+    for i, s in enumerate(STATES):
+        x = draws["x"][OF_DRAW == i][..., 1].astype(float)
+        prior, scores = s.row([0.3, nan, nan])
+        weights = prior + scores[0]
+        of_cluster = special.softmax(weights)
+        u[OF_DRAW == i] = sum(
+            w * student(TABLE[c, 1], s.h).cdf(x)
+            for w, c in zip(of_cluster, subsets(s.z), strict=True)
+        )
+        log_x = np.stack([log_pdf(c, 1, s.h, x.ravel()) for c in subsets(s.z)], -1)
+        given = special.softmax(weights + log_x, axis=-1)
+        table = [np.exp(log_pdf(c, 2, s.h, range(3))) for c in subsets(s.z)]
+        probs[OF_DRAW == i] = (given @ np.array(table)).reshape(*x.shape, 3)
+    assert_uniform(u, 1e-4)
+    assert_categories(draws["c"], probs, 1e-4)
+
+
+@cache
+def imputed():
+    return fitted().impute(random.key(4))
+
+
+def test_imputed_cells_follow_the_distribution_of_their_cluster():
+    # Each cell of each draw, by its distribution function. False alarm: 1e-4 each.
+    found = imputed()
+    assert list(found) == ["x", "c"]
+    x, c = found["x"], found["c"]
+    np.testing.assert_array_equal(x.index, [[1, 0], [3, 0], [3, 1]])
+    np.testing.assert_array_equal(c.index, [[2]])
+    assert x.draws.shape == (NUM_DRAWS, 3) and c.draws.shape == (NUM_DRAWS, 1)
+    u, probs = np.zeros(x.draws.shape), np.zeros((NUM_DRAWS, 3))
+    for i, s in enumerate(STATES):
+        of = OF_DRAW == i
+        for j, (n, d) in enumerate(x.index):
+            own = TABLE[s.z == s.z[n], d]
+            u[of, j] = student(own, s.h).cdf(x.draws[of, j].astype(float))
+        own = np.flatnonzero(s.z == s.z[2])
+        probs[of] = np.exp(log_pdf(own, 2, s.h, range(3)))
+    for j in range(3):
+        assert_uniform(u[:, j], 1e-4)
+    assert_categories(c.draws, probs, 1e-4)
+
+
+def test_imputed_points_are_means_and_modes():
+    x, c = imputed()["x"], imputed()["c"]
+    np.testing.assert_allclose(x.point, x.draws.mean(0, dtype=float), rtol=1e-12)
+    np.testing.assert_allclose(x.uncertainty, x.draws.std(0, dtype=float), rtol=1e-12)
+    counts = np.bincount(c.draws[:, 0], minlength=3)
+    assert c.point == [counts.argmax()]
+    np.testing.assert_allclose(c.uncertainty, [1 - counts.max() / NUM_DRAWS])
+
+
+def test_nothing_is_imputed_where_nothing_is_masked():
+    assert one_state(REAL[[0, 2]], CODES[[0, 1]]).impute(random.key(0)) == {}
+
+
+def one_state(real, codes):
+    draws = {"z": [[0] * len(real)], "alpha": ALPHAS[:1], "mean": MEANS[:1]}
+    return Posterior(mixture, draws, (real, codes))
+
+
+# --- mutual information ------------------------------------------------------------------
+
+
+def exact_information(s):
+    """Of the pairs of columns, on grids of quantiles of wide tails."""
+    u = np.linspace(-5.5, 5.5, 161)
+    x, dx = np.sinh(u), np.cosh(u) * (u[1] - u[0])
+    prior, _ = s.row([nan] * 3)
+    weights = np.exp(prior)
+    pdf = [
+        np.exp(np.stack([log_pdf(c, d, s.h, v) for c in subsets(s.z)]))
+        for d, v in ((0, x), (1, x), (2, range(3)))
+    ]
+    step = [dx, dx, np.ones(3)]
+    out = np.full((3, 3), nan)
+    for a, b in itertools.combinations(range(3), 2):
+        joint = np.einsum("k,ki,kj->ij", weights, pdf[a], pdf[b])
+        apart = np.outer(weights @ pdf[a], weights @ pdf[b])
+        out[a, b] = step[a] @ (joint * np.log(joint / apart)) @ step[b]
+        out[b, a] = out[a, b]
+    return out
+
+
+def test_mutual_information_is_the_integral():
+    # Within 4.5 errors for each of three pairs (false alarm: 2e-5 together; the spread
+    # over draws is in the error but not in this deviation, so less). Keys differ by
+    # less than the error says.
+    each = np.array([exact_information(s) for s in STATES])
+    expected = np.einsum("s,sij->ij", SHARE, each)
+    found = fitted().mutual_information(random.key(5), num_samples=60)
+    z = (found.value - expected) / found.error
+    print(z)
+    pairs = np.triu_indices(3, 1)
+    assert (np.abs(z[pairs]) < 4.5).all(), z
+    np.testing.assert_allclose(found.value, found.value.T, rtol=1e-6)
+    assert np.isnan(np.diag(found.value)).all() and np.isnan(np.diag(found.error)).all()
+    # Of spread over draws the part that is exact.
+    spread = np.sqrt(np.einsum("s,sij->ij", SHARE, (each - expected) ** 2))[pairs]
+    assert (found.error[pairs] * np.sqrt(NUM_DRAWS) > 0.8 * spread).all()
+    assert (found.error[pairs] < 0.05).all()
+
+
+# --- keys, chains, precision ---------------------------------------------------------------
+
+
+def test_keys_and_chains():
+    again = fitted().impute(random.key(4))
+    np.testing.assert_array_equal(again["x"].draws, imputed()["x"].draws)
+    other = fitted().impute(random.key(5))
+    assert (other["x"].draws != imputed()["x"].draws).mean() > 0.99
+    old = fitted().impute(random.PRNGKey(4))
+    np.testing.assert_array_equal(old["x"].draws, imputed()["x"].draws)
+    grouped = draws_of(OF_DRAW)
+    grouped = {
+        k: v.reshape(4, NUM_DRAWS // 4, *v.shape[1:]) for k, v in grouped.items()
+    }
+    chains = Posterior(mixture, grouped, (REAL,), {"codes": CODES})
+    assert (chains.num_chains, fitted().num_chains) == (4, 1)
+    assert chains.num_draws == fitted().num_draws == NUM_DRAWS
+    np.testing.assert_array_equal(chains.partition(), fitted().partition())
+    np.testing.assert_array_equal(chains.num_clusters, grouped["z"].max(-1).ravel() + 1)
+    again = chains.impute(random.key(4))
+    np.testing.assert_array_equal(again["x"].draws, imputed()["x"].draws)
+
+
+def test_in_double_precision():
+    with jax.enable_x64(True):
+        posterior = Posterior(mixture, draws_of(range(len(STATES))), (REAL, CODES))
+        got = posterior.log_density(NEW_REAL.astype(float), NEW_CODES)
+    expected = exact_log_density((0, 1, 2), ())
+    # (The hyperparameters, data of the draws, were in float32.)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+# --- draws of every family of pairs ------------------------------------------------------
+
+
+SAMPLED = tuple(n for n in FAMILIES if n != "MultivariateNormalInverseWishart")
+NUM_SAMPLED = 400
+
+
+def check_draws_of_each(names):
+    # With rows x of draw A and y of draw B, of densities p and q: the means of
+    # q(x) / (p(x) + q(x)) and of p(y) / (p(y) + q(y)) are the same integral. Within 4.5
+    # standard errors: false alarm 7e-6 a column.
+    posterior = Posterior(
+        one_of_each, {"z": THREE[[0, -1]]}, rows_of_each(names, TRAINING, 1)
+    )
+    rows = (4, 3) * (NUM_SAMPLED // 2)
+    tables, masks, _ = rows_of_each(names, rows, 0)
+    drawn = posterior.sample_rows(random.key(7), tables, masks, rows, given=[])
+    shares = []
+    for i in range(2):
+        table = {n: x[i] for n, x in drawn.items()}
+        log_p = posterior.log_column_densities(table, masks, rows)
+        shares.append({n: special.expit(x[1 - i] - x[i]) for n, x in log_p.items()})
+    for n in names:
+        a, b = (s[n].astype(float) for s in shares)
+        gap = a.mean(0) - b.mean(0)
+        z = gap / np.sqrt((a.var(0) + b.var(0)) / NUM_SAMPLED)
+        print(n, z)
+        assert (np.abs(z) < 4.5).all(), (n, z)
+        assert (a.std(0) > 0.01).all(), n  # The draws differ.
+
+
+def test_draws_have_the_density_that_is_said_for_pairs_of_several_families():
+    check_draws_of_each(("NormalKnownScaleByRow", "DirichletMultinomial"))
+
+
+# --- priors of the partition -------------------------------------------------------------
+
+X3 = np.array([[-1.1], [0.3], [0.9]])
+WEIGHTS = np.array([0.5, 1.0, 2.5])
+PROBS_OF_LABELS = np.array([0.2, 0.5, 0.3])
+
+
+def of_dirichlet(num_rows):
+    del num_rows
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.asarray(WEIGHTS)))
+    return dist.Categorical(weights)
+
+
+def of_sticks(num_rows):
+    del num_rows
+    with numpyro.plate("sticks", 2):
+        v = numpyro.sample("v", dist.Beta(1, 1.5))
+    whole = jnp.pad(v, (0, 1), constant_values=1)
+    left = jnp.pad(jnp.cumprod(1 - v), (1, 0), constant_values=1)
+    return dist.Categorical(whole * left)
+
+
+def log_labels(name, z):
+    """Log probability of a vector of labels."""
+    counts = np.bincount(z, minlength=3)
+    if name == "known weights":
+        return np.log(PROBS_OF_LABELS[z]).sum()
+    if name == "Dirichlet weights":
+        return (special.gammaln(WEIGHTS + counts) - special.gammaln(WEIGHTS)).sum() - (
+            special.gammaln(4.0 + len(z)) - special.gammaln(4.0)
+        )
+    later = [counts[1] + counts[2], counts[2]]
+    return sum(
+        special.betaln(1 + n, 1.5 + m) - special.betaln(1, 1.5)
+        for n, m in zip(counts, later, strict=False)
+    )
+
+
+def sizes(z):
+    return np.bincount(z).tolist()
+
+
+# The prior's site, log probability of labels, and whether these have names.
+PRIORS = {
+    "Dirichlet process": (
+        lambda n: ChineseRestaurantProcess(1.3, size=n),
+        lambda z: testing.log_eppf(z, 1.3),
+        False,
+    ),
+    "Pitman-Yor, negative": (
+        lambda n: PitmanYorProcess(-0.1, 0.6, size=n),
+        lambda z: testing.log_eppf(z, -0.1, 0.6),
+        False,
+    ),
+    "finite": (
+        lambda n: FiniteDirichletMixture(0.8, 3, size=n),
+        lambda z: finite_log_eppf(sizes(z), 0.8, 3),
+        False,
+    ),
+    "mixture of finite": (
+        lambda n: MixtureOfFiniteMixtures(
+            1.2, dist.Categorical(jnp.array(COMPONENTS)), n, max_components=4
+        ),
+        lambda z: mixture_log_eppf(sizes(z), 1.2, COMPONENTS),
+        False,
+    ),
+    "Dirichlet weights": (of_dirichlet, partial(log_labels, "Dirichlet weights"), True),
+    "sticks": (of_sticks, partial(log_labels, "sticks"), True),
+    "known weights": (
+        lambda n: dist.Categorical(jnp.asarray(PROBS_OF_LABELS)),
+        partial(log_labels, "known weights"),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_rows_more_and_rows_less_under_every_prior(name):
+    prior, log_prior, labelled = PRIORS[name]
+
+    def model(x):
+        fn = prior(len(x))
+        with numpyro.plate("clusters", 3):
+            loc = numpyro.sample("loc", dist.Normal(0.2, 1.5))
+        if labelled:
+            with numpyro.plate("rows", len(x)):
+                z = numpyro.sample("z", fn)
+                numpyro.sample("x", dist.Normal(loc[z], 0.7), obs=x)
+        else:
+            z = numpyro.sample("z", fn)
+            numpyro.sample("x", dist.Normal(loc[z], 0.7), obs=x)
+
+    def density(x):
+        if len(x) == 0:
+            return 0.0
+        cov = 0.49 * np.eye(len(x)) + 1.5**2
+        return stats.multivariate_normal.logpdf(x, np.full(len(x), 0.2), cov)
+
+    x, new = X3[:, 0].astype(np.float32), np.array([0.5, -1.7], np.float32)
+    draws = np.array([[2, 2, 0], [1, 1, 1], [0, 2, 1]]) if labelled else THREE
+    posterior = Posterior(model, {"z": draws}, (x,))
+    of_row = posterior.membership(new)
+    own = posterior.log_likelihood()
+    num_slots = 3 if labelled else 4
+
+    def weights(z, x, value):
+        # Of a row more in each slot, and in the last a new cluster.
+        found = np.full(num_slots, -np.inf)
+        slots = range(3) if labelled else range(z.max() + 2)
+        for k in slots:
+            with np.errstate(divide="ignore"):
+                ratio = log_prior(np.append(z, k)) - log_prior(z)
+            is_new = not labelled and k == z.max() + 1
+            found[-1 if is_new else k] = (
+                ratio + density(np.append(x[z == k], value)) - density(x[z == k])
+            )
+        return found
+
+    for i, z in enumerate(draws):
+        for r, value in enumerate(new):
+            expected = special.softmax(weights(z, x, value))
+            np.testing.assert_allclose(of_row[i, r], expected, **EXACT)
+        for n in range(3):
+            rest = np.delete(z, n)
+            if not labelled:
+                rest = testing.canonical_labels(rest)
+            expected = special.logsumexp(weights(rest, np.delete(x, n), x[n]))
+            np.testing.assert_allclose(own[i, n], expected, **EXACT)
