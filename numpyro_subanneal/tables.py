@@ -437,8 +437,10 @@ class Table:
     @property
     def dims(self) -> dict[str, list[str]]:
         """
-        Names for ArviZ, as `extra_event_dims`, of the dimensions of the partitions;
-        those of other sites it has from the plates of the model.
+        Names for ArviZ of the axes of the partitions, those of other sites being the
+        plates of the model: `dims` of
+        :func:`~numpyro_subanneal.inference_data.to_arviz`, or `extra_event_dims` of
+        :func:`arviz.from_numpyro`.
         """
         return {"z": ["rows"], "view": ["columns"]}
 

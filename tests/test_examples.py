@@ -20,6 +20,10 @@ ARGUMENTS = {
     "benchmarks/crosscat.py": "--quick",
     "crosscat.py": "--num-warmup 3 --num-samples 6 --thinning 1 --num-chains 2"
     " --num-clusters 16",
+    "tour.py": "--num-warmup 3 --num-samples 6 --thinning 1 --num-chains 2"
+    " --num-views 4 --num-clusters 16 --num-hidden 3",
+    "benchmarks/posterior.py": "--num-rows 300 --num-columns 3 --num-new 20"
+    " --num-draws 3 --num-clusters 4",
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
     "benchmarks/row_moves.py": "--quick --moves 2000",
     "benchmarks/split_merge.py": "--quick",
@@ -62,6 +66,14 @@ def test_example_runs(name, tmp_path):
             assert words in done.stdout
         for figure in ("crosscat_dependence.png", "crosscat_table.png"):
             assert (tmp_path / "output" / figure).stat().st_size > 10_000
+    elif name == "tour.py":
+        for words in ("Convergence", "Hidden cells", "surprising", "Gentoo penguin"):
+            assert words in done.stdout
+        figures = list((tmp_path / "output").glob("tour_*.png"))
+        assert len(figures) == 5
+        assert all(figure.stat().st_size > 10_000 for figure in figures)
+    elif name == "benchmarks/posterior.py":
+        assert "nats a row" in done.stdout and "MB" in done.stdout
     elif name == "benchmarks/crosscat.py":
         assert "anneal" in done.stdout and "of 1" in done.stdout
     elif name == "benchmarks/row_moves.py":
