@@ -85,7 +85,7 @@ def main(args):
     missing = sum(column.missing for column in table.columns)
     print(f"{missing} cells are missing.")
 
-    idata = to_arviz(run(args, table), coords=table.coords, dims=table.dims)
+    idata = to_arviz(run(args, table), coords=table.coords, dims={"view": ["columns"]})
     num_views = idata.sample_stats["num_views"].values
     log_joint = idata.sample_stats["log_joint"].values
     print(az.summary({"num_views": num_views, "log_joint": log_joint}).to_string())

@@ -152,7 +152,9 @@ def main(args):
     table = Table.from_dataframe(frame, types={"year": "categorical"})
     print(table.summary())
     mcmc, warmup = run(args, table)
-    idata = to_arviz(mcmc, coords=table.coords, dims=table.dims, warmup=warmup)
+    idata = to_arviz(
+        mcmc, coords=table.coords, dims={"view": ["columns"]}, warmup=warmup
+    )
     report(idata)
 
     posterior = Posterior.from_mcmc(mcmc)

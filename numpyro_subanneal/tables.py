@@ -437,10 +437,10 @@ class Table:
     @property
     def dims(self) -> dict[str, list[str]]:
         """
-        Names for ArviZ of the axes of the partitions, those of other sites being the
-        plates of the model: `dims` of
-        :func:`~numpyro_subanneal.inference_data.to_arviz`, or `extra_event_dims` of
-        :func:`arviz.from_numpyro`.
+        Names for ArviZ, as `extra_event_dims` of :func:`arviz.from_numpyro`, of the
+        axes that are not plates of the model: rows of the partition, columns of that of
+        the columns. (:func:`~numpyro_subanneal.inference_data.to_arviz` knows the rows,
+        and takes ``dims={"view": ["columns"]}``.)
         """
         return {"z": ["rows"], "view": ["columns"]}
 
