@@ -134,8 +134,8 @@ def predict(table, posterior, frame, seed):
         if column.type == "real":
             low, high = np.quantile(values, [0.05, 0.95])
             print(f"  {name:18}{low:8.1f} to {high:.1f}")
-    new = posterior.membership(**data)[..., -1]
-    print(f"  a new cluster, in one of the views: {new.max(-1).mean():.1%}")
+    new = np.nanmax(posterior.membership(**data)[..., -1], -1)
+    print(f"  a new cluster, in one of the views: {new.mean():.1%}")
 
 
 def report(idata):

@@ -632,7 +632,8 @@ class Posterior:
 
         :param given: columns whose cells are known; all by default.
         :return: ``[draws, rows, K]``, or with views ``[draws, rows, views, K]``, of the
-            labels in the draws; the last entry is that of a new cluster.
+            labels in the draws; the last entry is that of a new cluster. NaN in views
+            without columns.
         """
         data = self._read_rows(args, kwargs)
         known = self._select(given, True)
@@ -647,7 +648,8 @@ class Posterior:
                     return p
                 new = jnp.where(is_new, p, 0).sum(-1)
                 old = jnp.where(trained.counts > 0, p, 0)
-                return old.at[:, -1].set(new)
+                vacant = (trained.counts == 0).all(-1, keepdims=True)
+                return jnp.where(vacant, jnp.nan, old.at[:, -1].set(new))
 
             return self._over_rows(one, self._num_new(data))
 
@@ -971,6 +973,7 @@ def cross_validate(
     num_samples: int,
     num_splits: int = 1,
     held_out: float = 1 / 8,
+    num_folds: int | None = None,
     num_chains: int = 1,
     take: Callable | None = None,
     **kwargs: Any,
@@ -986,6 +989,8 @@ def cross_validate(
         `num_chains`.
     :param int num_splits: how often.
     :param float held_out: share of the rows to hold out.
+    :param int num_folds: instead of these two, to hold out each of so many random parts
+        of the rows in turn.
     :param take: ``take(args, kwargs, rows)`` gives the arguments for some rows
         ``[rows]`` of the table, a pair. By default rows are taken out of every array
         whose first axis is as long as there are rows.
@@ -995,24 +1000,13 @@ def cross_validate(
     """
     plan = recognise(kernel.model, args, kwargs)
     num_rows = plan.num_rows
-    size = round(num_rows * held_out) if np.isfinite(held_out) else -1
-    if not 0 < size < num_rows:
-        raise ValueError(
-            f"`held_out` = {held_out!r} of {num_rows} rows leaves "
-            f"{size} and {num_rows - size}; give a share such as 1 / 8, of which at "
-            "least one row is held out and one is left."
-        )
-    if not isinstance(num_splits, int | np.integer) or num_splits < 1:
-        raise ValueError(
-            f"`num_splits` must be a positive integer, got {num_splits!r}."
-        )
+    held_out_rows = _held_out(rng_key, num_rows, num_splits, held_out, num_folds)
     if take is None:
         take = partial(_take_rows, num_rows)
     scores, densities, rows = [], [], []
-    for i in range(num_splits):
-        key_split, key_run = random.split(random.fold_in(rng_key, i))
-        order = np.asarray(random.permutation(key_split, num_rows))
-        out, rest = np.sort(order[:size]), np.sort(order[size:])
+    for i, out in enumerate(held_out_rows):
+        _, key_run = random.split(random.fold_in(rng_key, i))
+        rest = np.setdiff1d(np.arange(num_rows), out)
         own_args, own_kwargs = take(args, kwargs, rest)
         _check_taken(kernel.model, own_args, own_kwargs, plan.partition.name, len(rest))
         mcmc = MCMC(
@@ -1030,6 +1024,30 @@ def cross_validate(
         densities.append(found)
         rows.append(out)
     return CrossValidation(np.array(scores), densities, rows)
+
+
+def _held_out(rng_key, num_rows, num_splits, held_out, num_folds) -> list[np.ndarray]:
+    """The rows to hold out, of every split."""
+    for name, value, least, most in (
+        ("num_splits", num_splits, 1, np.inf),
+        ("num_folds", 2 if num_folds is None else num_folds, 2, num_rows),
+    ):
+        if not isinstance(value, int | np.integer) or not least <= value <= most:
+            limit = "a positive integer" if least == 1 else f"from 2 to {num_rows} rows"
+            raise ValueError(f"`{name}` must be {limit}, got {value!r}.")
+    keys = [random.split(random.fold_in(rng_key, i))[0] for i in range(num_splits)]
+    if num_folds is not None:
+        order = np.asarray(random.permutation(keys[0], num_rows))
+        return [np.sort(part) for part in np.array_split(order, num_folds)]
+    size = round(num_rows * held_out) if np.isfinite(held_out) else -1
+    if not 0 < size < num_rows:
+        raise ValueError(
+            f"`held_out` = {held_out!r} of {num_rows} rows leaves "
+            f"{size} and {num_rows - size}; give a share such as 1 / 8, of which at "
+            "least one row is held out and one is left."
+        )
+    orders = [np.asarray(random.permutation(key, num_rows)) for key in keys]
+    return [np.sort(order[:size]) for order in orders]
 
 
 def _check_taken(model, args, kwargs, name, size):

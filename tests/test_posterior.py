@@ -46,6 +46,7 @@ from numpyro_subanneal import (
     cross_validate,
     testing,
 )
+from numpyro_subanneal import posterior as posterior_module
 
 # Most of the time is that of compiling.
 pytestmark = pytest.mark.quickly_compiled
@@ -1009,6 +1010,9 @@ def test_membership_in_views():
         for r, cells in enumerate(NEW_VIEWED):
             expected = np.zeros((3, 4))
             for v in range(3):
+                if v not in view:
+                    expected[v] = np.nan
+                    continue
                 weights = of_view(view, z, v, cells, VIEWED, (0, 1, 2))
                 *old, new = special.softmax(weights)
                 expected[v, : len(old)] = old
@@ -1323,4 +1327,22 @@ def test_shares_and_models_that_cannot_be_split_are_refused():
         lambda: cross_validate(kernel(), BLOBS, num_splits=0, **options), "num_splits"
     )
     bound = SubsampleAnnealedGibbs(partial(simple, BLOBS))
+    for folds in (1, 13, 2.5):
+        refused(
+            lambda n=folds: cross_validate(kernel(), BLOBS, num_folds=n, **options),
+            "num_folds",
+            "from 2 to 12",
+        )
     refused(lambda: cross_validate(bound, **options), "12 rows", "'z'", "argument")
+
+
+def test_folds_hold_out_every_row_once():
+    parts = posterior_module._held_out(random.key(0), 12, 1, 1 / 8, 5)
+    assert sorted(map(len, parts)) == [2, 2, 2, 3, 3]
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(12))
+    again = posterior_module._held_out(random.key(0), 12, 1, 1 / 8, 5)
+    other = posterior_module._held_out(random.key(1), 12, 1, 1 / 8, 5)
+    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+    assert any(
+        (a != b).any() for a, b in zip(parts, other, strict=False) if len(a) == len(b)
+    )
