@@ -61,14 +61,13 @@ def subsets(z):
 
 # --- pairs of every family ------------------------------------------------------------
 
-# One of each kind of statistics, one with a location, two of parameters by row.
+# With a location, with parameters by row, of categories and of vectors.
 FAMILIES = (
     "NormalInverseGamma",
     "NormalKnownScaleByRow",
     "BetaBinomialByRowLogits",
     "DirichletCategorical",
     "DirichletMultinomial",
-    "MultivariateNormalInverseWishart",
 )
 BY_NAME = {c.pair: c for c in CASES}
 # Likelihoods with parameters by row, which are those of the rows asked about.
