@@ -360,6 +360,12 @@ class Posterior:
         masks = {s.name: np.zeros(s.feature_shape, bool) for s in self._sites}
         if columns is None:
             return np.full(len(self.columns), default)
+        if not isinstance(columns, str | Mapping | list | tuple):
+            raise ValueError(
+                "Columns are the name of an observed site, a list of names or a "
+                f"dictionary of names and indices, such as {{'x': [0, 2]}}; got "
+                f"{columns!r}."
+            )
         if isinstance(columns, str):
             columns = [columns]
         if not isinstance(columns, Mapping):
@@ -632,8 +638,8 @@ class Posterior:
 
         :param given: columns whose cells are known; all by default.
         :return: ``[draws, rows, K]``, or with views ``[draws, rows, views, K]``, of the
-            labels in the draws; the last entry is that of a new cluster. NaN in views
-            without columns.
+            labels in the draws; the last entry is that of a new cluster, unless the
+            prior is of labelled components. NaN in views without columns.
         """
         data = self._read_rows(args, kwargs)
         known = self._select(given, True)
@@ -660,7 +666,8 @@ class Posterior:
         self, rng_key: Array, *args: Any, given: Any = None, **kwargs: Any
     ) -> dict[str, np.ndarray]:
         """
-        New rows, one from each draw, given the cells that are known.
+        New rows, one from each draw, given the cells that are known. Each has cluster
+        parameters of its own, so that rows are independent given a draw.
 
         :param rng_key: key.
         :param args: the model's arguments, with a table of as many rows as are wanted;
@@ -706,7 +713,7 @@ class Posterior:
     def impute(self, rng_key: Array) -> dict[str, Imputation]:
         """
         The masked cells of the training table: draws from their posterior, in which
-        what is observed in the same row has its part.
+        what is observed in the same row has its part; each row by itself.
 
         :param rng_key: key.
         :return: by observed site that has masked cells.
