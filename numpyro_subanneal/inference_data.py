@@ -58,6 +58,7 @@ def collect_warmup(mcmc: MCMC) -> Warmup:
 
     .. doctest::
 
+        >>> from functools import partial
         >>> import numpy as np
         >>> from jax import random
         >>> from numpyro.infer import MCMC
@@ -66,7 +67,8 @@ def collect_warmup(mcmc: MCMC) -> Warmup:
         >>> from numpyro_subanneal.models import dpmm
 
         >>> x = np.random.default_rng(0).normal(size=(40, 2))
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(dpmm.real), num_warmup=8,
+        >>> model = partial(dpmm.real, concentration=1.0, kappa=0.3, shape=3.0)
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=8,
         ...             num_samples=10, progress_bar=False)
         >>> mcmc.warmup(random.key(0), x, collect_warmup=True)
         >>> warmup = collect_warmup(mcmc)
@@ -155,6 +157,7 @@ def to_arviz(
 
     .. doctest::
 
+        >>> from functools import partial
         >>> import numpy as np
         >>> from jax import random
         >>> from numpyro.infer import MCMC
@@ -163,7 +166,8 @@ def to_arviz(
         >>> from numpyro_subanneal.models import dpmm
 
         >>> x = np.array([[1.2, 0.3], [0.9, 0.1], [5.1, 4.2]])
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(dpmm.real), num_warmup=5,
+        >>> model = partial(dpmm.real, concentration=1.0, kappa=0.3, shape=3.0)
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=5,
         ...             num_samples=10, progress_bar=False)
         >>> mcmc.run(random.key(0), x)
         >>> names = {"rows": ["Ann", "Bob", "Cy"], "real_features": ["age", "size"]}

@@ -12,13 +12,21 @@ import pytest
 # Files that take longest, longest first: one that begins late would run on while the
 # other processes have nothing left to do.
 SLOWEST = (
+    "test_examples",
+    "test_crosscat",
     "test_pairs",
-    "test_enumeration",
-    "test_laws",
     "test_hyper",
-    "test_kernel",
-    "test_finite_partitions",
+    "test_readme",
+    "test_splitmerge",
     "test_masks",
+    "test_geweke_hyper",
+    "test_components",
+    "test_enumeration",
+    "test_geweke",
+    "test_posterior",
+    "test_kernel",
+    "test_geweke_crosscat",
+    "test_finite_partitions",
 )
 
 

@@ -21,7 +21,7 @@ ARGUMENTS = {
     "crosscat.py": "--num-warmup 3 --num-samples 6 --thinning 1 --num-chains 2"
     " --num-clusters 16",
     "tour.py": "--num-warmup 3 --num-samples 6 --thinning 1 --num-chains 2"
-    " --num-views 4 --num-clusters 16 --num-hidden 3",
+    " --num-views 2 --num-clusters 16 --num-hidden 3",
     "benchmarks/posterior.py": "--num-rows 300 --num-columns 3 --num-new 20"
     " --num-draws 3 --num-clusters 4",
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
