@@ -215,7 +215,7 @@ def exact_by_quadrature():
 
 # --- Runs ---------------------------------------------------------------------------
 
-THINNING, KEPT, DROPPED = 10, 20, 5
+THINNING, KEPT, DROPPED = 10, 26, 6
 
 
 def run(kernel, seed, num_chains=300, num_warmup=3, method="vectorized", thinning=1):
