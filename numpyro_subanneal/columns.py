@@ -570,7 +570,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
     # loop, as each would take long to compile.
     reverse, last = _NUM_LAUNCH, _NUM_LAUNCH + 1
 
-    def propose(key_choice, key_rounds, state):
+    def propose(_, state, key_choice, key_rounds, made):
         bits = random.bits(key_choice, (4,), jnp.uint32)
         labels = state.labels[site]
         sizes = layout.num_elements_in(site, state.labels)
@@ -646,7 +646,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         together = sizes.at[pair].set(jnp.stack([nums.sum(), 0]))
         log_ratio = prior.log_eppf(apart) - prior.log_eppf(together) - log_q
         log_ratio = jnp.where(split, log_ratio, -log_ratio) + log_z[1] - log_z[0]
-        possible = ~split | vacant.any()
+        possible = made & (~split | vacant.any())
         accept = possible & (jnp.log(uniform(bits[3])) < log_ratio)
 
         moved = jnp.where(split, pair[jnp.minimum(side, 1)], own)
@@ -667,13 +667,9 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         key_made, *keys = random.split(random.fold_in(rng_key, i), 3)
         u = uniform(random.bits(key_made, (), jnp.uint32))
         made = u * scene.subsample.size < _ALWAYS
-
-        def one(_, state):
-            found = propose(*keys, state)
-            return jax.tree.map(lambda a, b: jnp.where(made, a, b), found, state)
-
+        once = partial(propose, key_choice=keys[0], key_rounds=keys[1], made=made)
         # Not a branch of `lax.cond`, which would copy the assignments.
-        return lax.fori_loop(0, over_chains(made.astype(jnp.int32)), one, state)
+        return lax.fori_loop(0, over_chains(made.astype(jnp.int32)), once, state)
 
     return lax.fori_loop(0, num_splits, maybe, state)
 

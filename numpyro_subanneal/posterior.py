@@ -805,8 +805,7 @@ class Posterior:
         Probability that two columns are in the same view: ``[features, features]``,
         in the order of :attr:`columns`; ones in a mixture without views.
         """
-        view = self._views()
-        return np.mean(view[:, :, None] == view[:, None], axis=0, dtype=np.float32)
+        return partitions.similarity(self._views())
 
     def mutual_information(
         self, rng_key: Array, num_samples: int = 1000
