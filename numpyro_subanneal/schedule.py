@@ -150,20 +150,75 @@ class LinearSchedule(AbstractSchedule):
     churn: int | None = None
 
     def __post_init__(self):
-        churn = self.churn
-        if churn is not None and (
-            isinstance(churn, bool)
-            or not isinstance(churn, int | np.integer)
-            or churn < 0
-        ):
-            raise ValueError(f"`churn` must be a nonnegative integer, got {churn!r}.")
+        _check_churn(self.churn)
 
     def steps(self, num_rows, num_warmup):
-        churn = num_warmup if self.churn is None else self.churn
+        churn = num_warmup if self.churn is None else int(self.churn)
         # Rounded up, so that the first step adds a row.
         sizes = -(-np.arange(num_warmup + 1, dtype=np.int64) * num_rows // num_warmup)
         added = np.diff(sizes)
         return Steps(added, added * churn)
+
+
+def _check_churn(churn: int | None) -> None:
+    if churn is None:
+        return
+    integer = isinstance(churn, int | np.integer) and not isinstance(churn, bool)
+    if not integer or not 0 <= churn <= _MOST_MOVES:
+        raise ValueError(
+            f"`churn` must be a nonnegative integer, at most {_MOST_MOVES}, got "
+            f"{churn!r}."
+        )
+
+
+@dataclass(frozen=True)
+class AcceleratingSchedule(AbstractSchedule):
+    r"""
+    *Anneal Subsample* that hurries once the subsample is large: `churn` rows are
+    churned for each added row up to a subsample of `small_size` rows, and
+    :math:`\mathit{churn}\sqrt{\mathit{small\_size} / n}` at :math:`n` rows from there
+    on. Beyond the one move that every row takes to be added, the work then grows as
+    :math:`\sqrt{N}`: twice `churn` times :math:`\sqrt{\mathit{small\_size}\,N}` moves.
+
+    For tables of many rows, whose clusters are found while the subsample is small. Each
+    warm-up step makes the same number of moves.
+
+    :param int churn: rows churned for each row added to a small subsample; defaults to
+        `num_warmup`, as in :class:`LinearSchedule`.
+    :param int small_size: number of rows, at least 1, up to which the schedule is
+        linear.
+    """
+
+    churn: int | None = None
+    small_size: int = 1000
+
+    def __post_init__(self):
+        _check_churn(self.churn)
+        size = self.small_size
+        integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not integer or size < 1:
+            raise ValueError(f"`small_size` must be a positive integer, got {size!r}.")
+
+    def steps(self, num_rows, num_warmup):
+        churn = float(num_warmup if self.churn is None else self.churn)
+        small = float(min(self.small_size, num_rows))
+
+        def churned(n):
+            return churn * np.where(n < small, n, 2 * np.sqrt(small * n) - small)
+
+        # Sizes after equal shares of all moves n + churned(n): its inverse, which above
+        # `small` is a quadratic equation for the root of n.
+        moves = (num_rows + churned(num_rows)) * np.arange(num_warmup + 1) / num_warmup
+        half = churn * np.sqrt(small)
+        above = (np.sqrt(half**2 + churn * small + moves) - half) ** 2
+        sizes = np.where(moves < (1 + churn) * small, moves / (1 + churn), above)
+        # Rounded up, so that the first step adds a row.
+        sizes = np.ceil(np.minimum(sizes, num_rows))
+        sizes[0], sizes[-1] = 0, num_rows
+        return Steps(
+            np.diff(sizes).astype(np.int64),
+            np.diff(np.floor(churned(sizes))).astype(np.int64),
+        )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpyro.distributions as dist
 
 from numpyro_subanneal import (
     AbstractSchedule,
+    AcceleratingSchedule,
     ChineseRestaurantProcess,
     LinearSchedule,
     PriorGibbs,
@@ -34,6 +35,8 @@ by_size = pytest.mark.parametrize("num_rows, num_warmup", SIZES)
 SCHEDULES = [
     LinearSchedule(churn=0),
     LinearSchedule(2),
+    AcceleratingSchedule(3),
+    AcceleratingSchedule(0, small_size=2),
     SequentialGibbs(),
     PriorGibbs(),
 ]
@@ -73,6 +76,43 @@ def test_linear_schedule_churns_as_many_rows_as_there_are_steps(num_rows, num_wa
     assert moves == num_rows * (num_warmup + 1)
 
 
+@pytest.mark.parametrize("num_warmup", [1, 7, 100])
+def test_accelerating_schedule_is_linear_while_small(num_warmup):
+    # No row is beyond `small_size`: as many moves as the linear schedule.
+    fast = AcceleratingSchedule(4, small_size=500).checked_steps(500, num_warmup)
+    slow = LinearSchedule(4).checked_steps(500, num_warmup)
+    np.testing.assert_array_equal(fast, slow)
+
+
+def test_accelerating_schedule_churns_as_the_root_of_the_size():
+    num_rows, small, churn = 10**7, 1000, 20
+    added, churned = AcceleratingSchedule(churn, small).steps(num_rows, 1000)
+    size = np.cumsum(added)
+    # One row at a time, summed: the law of the docstring.
+    each = churn * np.minimum(1, np.sqrt(small / np.arange(1, num_rows + 1)))
+    expected = np.cumsum(each)[size - 1]
+    np.testing.assert_allclose(np.cumsum(churned), expected, rtol=2e-3)
+    np.testing.assert_allclose(
+        churned.sum(), 2 * churn * np.sqrt(small * num_rows), rtol=1e-2
+    )
+    # Steps of equal length.
+    moves = added + churned
+    np.testing.assert_allclose(moves, moves.mean(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("schedule", [LinearSchedule, AcceleratingSchedule])
+@pytest.mark.parametrize("churn", [-1, 1.0, True, "3", 2**31, 10**30])
+def test_churn_that_is_no_number_of_moves_is_refused(schedule, churn):
+    with pytest.raises(ValueError, match="`churn` must be a nonnegative integer"):
+        schedule(churn)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, True, None])
+def test_small_size_must_be_positive(size):
+    with pytest.raises(ValueError, match="`small_size` must be a positive integer"):
+        AcceleratingSchedule(small_size=size)
+
+
 @pytest.mark.parametrize("num_rows, num_warmup", [(5, 1), (6, 4)])
 def test_sequential_gibbs_adds_all_rows_first_then_sweeps(num_rows, num_warmup):
     added, churned = SequentialGibbs().checked_steps(num_rows, num_warmup)
@@ -89,7 +129,9 @@ def test_prior_gibbs_starts_full_and_sweeps(num_rows, num_warmup):
     assert PriorGibbs.starts_full
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, LinearSchedule()], ids=repr)
+@pytest.mark.parametrize(
+    "schedule", [*SCHEDULES, LinearSchedule(), AcceleratingSchedule()], ids=repr
+)
 def test_schedules_are_values(schedule):
     again = pickle.loads(pickle.dumps(schedule))
     assert again == schedule and hash(again) == hash(schedule)
@@ -170,14 +212,6 @@ def test_most_moves_in_a_step_are_allowed():
     steps = Given([5, 0], [2**30 - 5, 2**30]).checked_steps(5, 2)
     np.testing.assert_array_equal(steps.churned, [2**30 - 5, 2**30])
 
-
-@pytest.mark.parametrize("churn", [-1, 1.0, True, "2", None])
-def test_linear_schedule_names_a_bad_churn(churn):
-    if churn is None:
-        assert LinearSchedule(churn) == LinearSchedule()
-        return
-    with pytest.raises(ValueError, match="`churn` must be a nonnegative integer, got"):
-        LinearSchedule(churn)
     assert LinearSchedule(np.int64(3)) == LinearSchedule(3)
 
 
