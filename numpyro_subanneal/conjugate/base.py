@@ -22,6 +22,7 @@ import numpy as np
 
 import numpyro.distributions as dist
 
+from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.typing import Array
 
 Hyper: TypeAlias = Mapping[str, Array]
@@ -789,10 +790,10 @@ class DenseBlock(AbstractBlock):
         def one(h, c, cell):
             return tuple(map(jnp.asarray, fn(h, unpack(c), cell)))
 
-        def each(values, column, cell):
-            return jax.vmap(one, in_axes=(0, -1, 0))(values, column, cell)
+        def each(column, cell):
+            return jax.vmap(one, in_axes=(0, -1, 0))(hyper.values, column, cell)
 
-        args = hyper.values, column, x.cell
+        args = column, x.cell
         leaves = each(*args) if k is None else _by_itself(k, each, *args)
         changed = jax.vmap(_pack, out_axes=-1)(leaves)
         if x.live is not None:
@@ -878,6 +879,8 @@ def _by_itself(k: Array, fn: Callable, *args: Any) -> Any:
     taken, which XLA does not know. It would fuse `fn` into each of its users instead,
     and there computes it element by element, for every table that is written.
     """
+    # What depends on hyperparameters alone stays outside, where loops compute it once.
+    fn = hoist(fn, *args)
     shapes = jax.eval_shape(fn, *args)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return lax.cond(jnp.ravel(k)[0] >= 0, fn, lambda *_: zeros, *args)
