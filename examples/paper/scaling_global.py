@@ -31,7 +31,6 @@ beside the exact law, for the anneal and for Sequential+Gibbs with as many steps
 
 import argparse
 
-import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -219,3 +218,130 @@ def run_kernel(
     mcmc.warmup(rng_key, x, p, collect_warmup=True, extra_fields=("~z.share",))
     left = np.asarray(mcmc.get_samples(group_by_chain=True)["z"][:, -1]) == 0
     return np.stack([left[:, :num_red].sum(1), left[:, num_red:].sum(1)], 1)
+
+
+# --- Tables -------------------------------------------------------------------
+
+
+def slope(x, y):
+    return local.exponent(np.exp(x), np.exp(y))
+
+
+def print_two_states(sizes, epsilons, pairs):
+    print("Two states: annealed time ~ N^a (1 / TVD)^b; of b, delta / gamma is claimed")
+    print(
+        f"{'gamma':>8}{'delta':>8}{'a':>8}{'claimed':>9}{'b':>8}{'claimed':>9}", end=""
+    )
+    print(f"{'time / sharp':>14}")
+    found = []
+    for gamma, delta in pairs:
+        by_size = [annealed_time(n, 0.01, gamma, delta) for n in sizes]
+        by_error = [annealed_time(sizes[-1], e, gamma, delta) for e in epsilons]
+        a, _ = slope(np.log(sizes), np.log(by_size))
+        b, _ = slope(-np.log(epsilons), np.log(by_error))
+        ratio = by_error[-1] / sharp_time(sizes[-1], epsilons[-1], gamma, delta)
+        print(
+            f"{gamma:8.2f}{delta:8.2f}{a:8.3f}{1:9}{b:8.3f}{delta / gamma:9.2f}"
+            f"{ratio:14.4f}"
+        )
+        found.append((a, b))
+    return np.array(found)
+
+
+def print_urns(sizes, epsilon):
+    print(f"\nTwo urns, two features, exact law: sweeps to a TVD of {epsilon}")
+    print(f"{'N':>6}{'worse mode':>14}{'prior':>14}{'Sequential':>14}{'anneal':>10}")
+    cold, annealed = [], []
+    for n in sizes:
+        cold.append(urns_cold_times(n, epsilon))
+        annealed.append(urns_annealed_time(n, epsilon))
+        row = "".join(f"{t / n:14.1f}" for t in cold[-1])
+        print(f"{n:6}{row}{annealed[-1] / n:10.1f}", flush=True)
+    cold, sizes = np.array(cold), np.array(sizes)
+    upper = sizes >= sorted(sizes)[1]  # the smallest is hardly bimodal
+    for name, times in zip(("worse mode", "prior", "Sequential"), cold.T, strict=True):
+        rate, error = slope(sizes[upper], np.log(times[upper]))
+        print(f"cold steps from {name}: exp({rate:.3f} +- {error:.3f} N)", end="")
+        print(f", N >= {min(sizes[upper])}")
+    power, error = local.exponent(sizes[upper], np.array(annealed)[upper])
+    print(f"annealed steps: N^({power:.2f} +- {error:.2f}), N >= {min(sizes[upper])}")
+    gamma, delta = rates(int(sizes[-1]))
+    print(f"by the posterior, gamma = {gamma:.3f} and delta = {delta:.3f}")
+    return cold, np.array(annealed)
+
+
+def print_urns_errors(num_rows, churns):
+    print(f"\nTwo urns, exact law: TVD of the anneal of {num_rows} balls, and b")
+    print(f"{'churns':>24}" + "".join(f"{c:>8}" for c in churns))
+    found = {}
+    for p, red in ((0.3, 0.3), (0.2, 0.4), (0.3, 0.4)):
+        gamma, delta = rates(num_rows, p, red)
+        distances = annealed_distances(num_rows, churns, p, red)
+        name = f"p {p}, {red} red"
+        print(f"{name:>24}" + "".join(f"{d:8.4f}" for d in distances))
+        b = np.diff(np.log(1 + np.array(churns))) / -np.diff(np.log(distances))
+        name = f"delta / gamma = {delta / gamma:.2f}"
+        print(f"{name:>24}{'b':>8}" + "".join(f"{x:8.2f}" for x in b), flush=True)
+        found[p, red] = delta / gamma, b
+    return found
+
+
+def print_kernel(num_rows, churns, num_chains, seed):
+    print(f"\nThe kernel, {num_chains} chains: share in the better mode")
+    print(f"{'N':>6}{'sweeps':>8}{'anneal':>10}{'exact law':>11}", end="")
+    print(f"{'s. e.':>8}{'Sequential+Gibbs':>18}{'posterior':>11}")
+    for n in num_rows:
+        num_red, num_blue = balls(n)
+        key = random.key(seed)
+        shares = []
+        for anneal in (True, False):
+            key, subkey = random.split(key)
+            draws = run_kernel(
+                subkey, num_red, num_blue, churns, num_chains, anneal=anneal
+            )
+            law = np.zeros((num_red + 1, num_blue + 1))
+            np.add.at(law, tuple(draws.T), 1 / num_chains)
+            shares.append(in_better_mode(law))
+        exact = in_better_mode(annealed_law(n, churns))
+        error = np.sqrt(exact * (1 - exact) / num_chains)
+        print(
+            f"{n:6}{1 + churns:8}{shares[0]:10.3f}{exact:11.3f}{error:8.3f}"
+            f"{shares[1]:18.3f}{in_better_mode(np.exp(posterior(n))):11.3f}",
+            flush=True,
+        )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    sizes = [10, 20, 30, 40]
+    parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="urns")
+    parser.add_argument("--epsilon", type=float, default=0.1, help="urns")
+    parser.add_argument("--num-balls", type=int, default=30, help="at which b is found")
+    parser.add_argument("--kernel", type=int, nargs="*", default=[20, 30], help="sizes")
+    parser.add_argument("--churns", type=int, default=16, help="of the kernel")
+    parser.add_argument("--num-chains", type=int, default=2000, help="of the kernel")
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="also save what was found there (.npz)")
+    args = parser.parse_args(argv)
+    churns = CHURNS[2:-1]
+    if args.large:
+        args.sizes += [50, 60]
+        args.num_balls, churns = 50, CHURNS[2:]
+    saved = {}
+    saved["two_states"] = print_two_states(
+        np.array([100, 300, 1000, 3000, 10_000]),
+        10.0 ** -np.arange(2, 7),
+        [(0.3, 0.15), (0.3, 0.3), (0.3, 0.6)],
+    )
+    if args.sizes:
+        saved["cold"], saved["annealed"] = print_urns(args.sizes, args.epsilon)
+    saved["errors"] = [b for _, b in print_urns_errors(args.num_balls, churns).values()]
+    if args.kernel:
+        print_kernel(args.kernel, args.churns, args.num_chains, args.seed)
+    if args.out:
+        np.savez(args.out, **saved)
+
+
+if __name__ == "__main__":
+    main()

@@ -30,8 +30,8 @@ added: T = (1 + c) N. Between whole c, and between times t and 1.1 t, the logari
 the distance is interpolated. Exponents are slopes of log time against log N by least
 squares, with their standard error.
 
-    python examples/paper/scaling_local.py               # N of 5 to 500, 5,000 annealed
-    python examples/paper/scaling_local.py --large       # cold up to 2,000
+    python examples/paper/scaling_local.py               # N up to 5,000
+    python examples/paper/scaling_local.py --large       # N up to 10,000, more chains
 """
 
 import argparse
@@ -39,6 +39,7 @@ import argparse
 from jax import random
 import numpy as np
 from scipy import sparse, stats
+from scipy.sparse.linalg import eigsh
 import two_urns
 
 P, ALPHA = 0.45, 0.5
@@ -169,6 +170,17 @@ class Cold:
             times.append(now)
             found.append(total_variation(laws, self.posterior[:, None]))
         return np.array(times), np.array(found)
+
+    def relaxation_time(self):
+        """1 / (1 - the second eigenvalue): of the slowest mode to fall by a factor e."""
+        root = np.sqrt(self.posterior)
+        matrix = sparse.diags_array(1 / root) @ self.matrix @ sparse.diags_array(root)
+        matrix = ((matrix + matrix.T) / 2).tocsc()
+        # Just above 1, as at 1 it is singular.
+        values = eigsh(
+            matrix, k=2, sigma=1 + 1e-7, which="LM", return_eigenvectors=False
+        )
+        return 1 / (1 - values.min())
 
 
 def mixing_time(times, distances, epsilon):
@@ -410,6 +422,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cold = [5, 10, 20, 50, 100, 200, 500]
     parser.add_argument("--cold", type=int, nargs="*", default=cold, help="sizes")
+    relaxation = [5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+    parser.add_argument(
+        "--relaxation", type=int, nargs="*", default=relaxation, help="sizes"
+    )
     exact = [5, 10, 20, 50, 100]
     parser.add_argument("--exact", type=int, nargs="*", default=exact, help="annealed")
     more = [200, 500, 1000, 2000, 5000]
@@ -422,7 +438,8 @@ def main(argv=None):
     parser.add_argument("--out", help="also save times there (.npz)")
     args = parser.parse_args(argv)
     if args.large:
-        args.cold += [1000, 2000]
+        args.cold += [1000]
+        args.relaxation += [5000]
         args.exact += [200]
         args.simulated += [10_000]
         args.num_chains *= 5
@@ -432,6 +449,17 @@ def main(argv=None):
         for i, start in enumerate(STARTS):
             title = f"Cold, from {start}"
             print_times(title, args.cold, saved["cold"][:, i], EPSILONS, 2, 50)
+    if args.relaxation:
+        chains = (Cold(*balls(n)) for n in args.relaxation)
+        times = np.array([chain.relaxation_time() for chain in chains])
+        saved["relaxation"] = times
+        print("\nCold, relaxation time: steps / N^2")
+        for n, t in zip(args.relaxation, times, strict=True):
+            print(f"{n:12}{t / n**2:16.4f}")
+        for least in (min(args.relaxation), 50):
+            used = np.array(args.relaxation) >= least
+            slope, error = exponent(np.array(args.relaxation)[used], times[used])
+            print(f"{'N^, N >= ' + str(least):12}{f'{slope:.3f} +- {error:.3f}':>16}")
     if args.exact:
         saved["exact"] = [annealed_times(n, EPSILONS[:3]) for n in args.exact]
         title = "Anneal, exact law"

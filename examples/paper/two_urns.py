@@ -27,10 +27,10 @@ a have the colour of the ball; likewise for the right.
   reading of it. In step t of T, beta = t / T. A uniformly random ball is
   picked, and with it :math:`h = \mathrm{round}(1 / \beta)` balls of its colour from its
   urn, or all of them if they are fewer. They are assigned together, to the left with
-  log odds beta times those of the block, so that energy and space contract by the same
-  factor: a subsample of beta N balls, each standing for 1/beta, would do the same in the
-  limit. At beta = 1 it is the Gibbs step. `--cold-blocks` leaves out the factor beta:
-  block Gibbs on the posterior itself.
+  log odds 1/h times those of the block, so that energy and space contract by the same
+  factor: a subsample of beta N balls, each standing for 1/beta of them, would do the
+  same in the limit. With h = 1 it is the Gibbs step. `--cold-blocks` leaves out the
+  factor 1/h: block Gibbs on the posterior itself.
 - Anneal Subsample: after each of N additions 9 balls are churned. This is the law of
   ``SubsampleAnnealedGibbs(model, LinearSchedule(churn=9))``, as tests check.
 
