@@ -11,7 +11,7 @@ are followed from three: a state at the end of the ridge where the posterior lie
 red on the left), a draw from the prior, and what Sequential makes of the balls. The
 anneal starts empty. Two balls of five are red, p = 0.45, alpha = 1/2.
 
-No chain is simulated where the law itself can be propagated, on all states:
+Where it can be, the law itself is propagated, and no chain is simulated:
 
 - Cold: P is reversible with eigenvalues in [0, 1], and with X = 2 P - 1,
   :math:`P^t = \sum_k b_{2t}(t + k) T_k(X)`, where b is the binomial distribution with
@@ -19,14 +19,14 @@ No chain is simulated where the law itself can be propagated, on all states:
   1985). All terms beyond :math:`k \approx 5 \sqrt t` vanish, so that t steps cost that
   many products with P.
 - Anneal: the law of (reds in, reds left, blues left), at each size of the subsample;
-  states of probability below 1e-13 are left out. For larger N chains are simulated by
-  the dynamics of :mod:`two_urns`, and their total variation distance is that of counts
-  in 64 cells of nearly equal posterior probability (of reds on the left, and of balls
-  on the left): a little less than the distance on all states, and a little more for
-  their number being finite; both are printed.
+  numbers of reds in of probability below 1e-13 are left out. For larger N chains are
+  simulated by the dynamics of :mod:`two_urns`, and their total variation distance is
+  that of counts in 64 cells of about equal posterior probability (:class:`Cells`): a
+  little less than the distance on all states, and more for their number being finite,
+  by how much is seen from the distance that perfect draws show.
 
 Time is in steps, assignments of a ball, of a schedule that churns c balls for each ball
-added: T = (1 + c) N. Between whole c, and between times t and 1.1 t, the logarithm of
+added: T = (1 + c) N. Between whole c, and between times t and 1.5 t, the logarithm of
 the distance is interpolated. Exponents are slopes of log time against log N by least
 squares, with their standard error.
 
@@ -172,7 +172,7 @@ class Cold:
         return np.array(times), np.array(found)
 
     def relaxation_time(self):
-        """1 / (1 - the second eigenvalue): of the slowest mode to fall by a factor e."""
+        """1 / (1 - second eigenvalue): of the slowest mode to fall by a factor e."""
         root = np.sqrt(self.posterior)
         matrix = sparse.diags_array(1 / root) @ self.matrix @ sparse.diags_array(root)
         matrix = ((matrix + matrix.T) / 2).tocsc()
@@ -432,7 +432,7 @@ def main(argv=None):
     parser.add_argument(
         "--simulated", type=int, nargs="*", default=more, help="annealed"
     )
-    parser.add_argument("--num-chains", type=int, default=10_000, help="simulated")
+    parser.add_argument("--num-chains", type=int, default=20_000, help="simulated")
     parser.add_argument("--large", action="store_true", help="larger sizes, an hour")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="also save times there (.npz)")
