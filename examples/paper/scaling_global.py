@@ -201,15 +201,11 @@ def run_kernel(
     anneal, or of Sequential+Gibbs with as many steps.
     """
     x = np.repeat([1, 0], [num_red, num_blue])[:, None].repeat(num_features, 1)
-    if anneal:
-        # One ball a step.
-        schedule, num_warmup = LinearSchedule(churn=churns), num_red + num_blue
-    else:
-        schedule, num_warmup = SequentialGibbs(), 1 + churns
+    schedule = LinearSchedule(churns) if anneal else SequentialGibbs()
     kernel = SubsampleAnnealedGibbs(urns, schedule, split_merge=None)
     mcmc = MCMC(
         kernel,
-        num_warmup=num_warmup,
+        num_warmup=1 + churns,
         num_samples=1,
         num_chains=num_chains,
         chain_method="vectorized",

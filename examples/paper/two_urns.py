@@ -196,14 +196,27 @@ def enter(u, counts, num_red, num_blue, p, alpha):
     return add(u, counts, red_out / (red_out + blue_out), p, alpha, None)
 
 
-@partial(jax.jit, static_argnames=("strategy", "num_chains", "cold_blocks"))
+def first_counts(rng_key, strategy, num_chains, num_red, num_blue, p):
+    """None, or a draw from the prior."""
+    if strategy in ("Sequential", "Sequential+Gibbs", "Anneal Subsample"):
+        return (jnp.zeros(num_chains, jnp.float32),) * 4
+    # NumPy's compiles nothing.
+    rng = np.random.default_rng(np.asarray(random.key_data(rng_key)).tolist())
+    red, blue = rng.binomial([[num_red], [num_blue]], p, (2, num_chains))
+    counts = red, num_red - red, blue, num_blue - blue
+    return tuple(jnp.asarray(n, jnp.float32) for n in counts)
+
+
+@partial(jax.jit, static_argnames=("strategy", "cold_blocks"))
 def simulate_block(
-    rng_key, strategy, num_chains, num_red, num_blue, p, alpha, sweeps, cold_blocks
+    rng_key, strategy, start, num_red, num_blue, p, alpha, sweeps, cold_blocks
 ):
-    """Final counts of `num_chains` chains: reds left, blues left."""
+    """
+    Final counts of the chains that begin with `start`, the counts of each: reds left,
+    blues left.
+    """
     num_rows = num_red + num_blue
-    rng_key, key_start = random.split(rng_key)
-    zeros = jnp.zeros(num_chains, jnp.float32)
+    num_chains = len(start[0])
 
     def uniforms(rng_key):
         rng_key, key = random.split(rng_key)
@@ -233,31 +246,27 @@ def simulate_block(
 
         return lax.fori_loop(0, num_rows, body, carry)
 
-    empty = rng_key, (zeros,) * 4
-    red, blue = random.split(key_start)
-    red = random.binomial(red, num_red, p, (num_chains,)).astype(jnp.float32)
-    blue = random.binomial(blue, num_blue, p, (num_chains,)).astype(jnp.float32)
-    prior = rng_key, (red, num_red - red, blue, num_blue - blue)
+    start = rng_key, start
     total = num_rows * sweeps
     if strategy == "Sequential":
-        _, counts = grow(0, empty)
+        _, counts = grow(0, start)
     elif strategy == "Sequential+Gibbs":
         more = num_rows * (sweeps - 1)
-        _, counts = repeat(more, lambda t, *x: gibbs(*x, p, alpha), grow(0, empty))
+        _, counts = repeat(more, lambda t, *x: gibbs(*x, p, alpha), grow(0, start))
     elif strategy == "Prior+Gibbs":
-        _, counts = repeat(total, lambda t, *x: gibbs(*x, p, alpha), prior)
+        _, counts = repeat(total, lambda t, *x: gibbs(*x, p, alpha), start)
     elif strategy == "Anneal Energy":
         _, counts = repeat(
-            total, lambda t, *x: gibbs(*x, p, alpha, (t + 1) / total), prior
+            total, lambda t, *x: gibbs(*x, p, alpha, (t + 1) / total), start
         )
     elif strategy == "Anneal Stepsize":
         _, counts = repeat(
             total,
             lambda t, *x: move_hand(*x, (t + 1) / total, p, alpha, cold_blocks),
-            prior,
+            start,
         )
     else:
-        _, counts = grow(sweeps - 1, empty)
+        _, counts = grow(sweeps - 1, start)
     return jnp.stack([counts[0], counts[2]], -1).astype(jnp.int32)
 
 
@@ -281,12 +290,13 @@ def simulate(
     """
     draws = []
     for i in range(-(-num_chains // BLOCK)):
+        key, key_start = random.split(random.fold_in(rng_key, i))
         size = min(BLOCK, num_chains - i * BLOCK)
         draws.append(
             simulate_block(
-                random.fold_in(rng_key, i),
+                key,
                 strategy,
-                size,
+                first_counts(key_start, strategy, size, num_red, num_blue, p),
                 num_red,
                 num_blue,
                 p,
