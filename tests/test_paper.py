@@ -172,25 +172,34 @@ def test_kernel_has_the_annealed_law():
 
 def test_cold_strategies_have_the_laws_of_cold_chains():
     """Fails once in 500 keys."""
-    chain = scaling_local.Cold(RED, BLUE, P, ALPHA)
-    # Long enough for the laws to move, short enough for them not to arrive.
-    sweeps = 2
-    starts = {
-        "Sequential+Gibbs": (enumerated_law(0), (sweeps - 1) * (RED + BLUE)),
-        "Prior+Gibbs": (
-            np.exp(two_urns.log_prior(RED, BLUE, P)),
-            sweeps * (RED + BLUE),
-        ),
-    }
-    for strategy, (start, num_steps) in starts.items():
-        law = np.zeros_like(start)
-        law[chain.kept] = chain.after(chain.restrict(start), num_steps)
+    num_red, num_blue, sweeps = 4, 6, 2
+    num_rows = num_red + num_blue
+    chain = scaling_local.Cold(num_red, num_blue, P, ALPHA)
+    prior = np.exp(two_urns.log_prior(num_red, num_blue, P))
+    sequential = scaling_local.annealed_law(num_red, num_blue, 0, P, ALPHA)
+    for strategy, start, num_steps in (
+        ("Sequential+Gibbs", sequential, (sweeps - 1) * num_rows),
+        ("Prior+Gibbs", prior, sweeps * num_rows),
+    ):
         draws = two_urns.simulate(
-            random.key(1), strategy, NUM_DRAWS, RED, BLUE, P, ALPHA, sweeps
+            random.key(1),
+            strategy,
+            NUM_DRAWS,
+            num_red,
+            num_blue,
+            P,
+            ALPHA,
+            sweeps,
         )
-        assert p_value(counted(draws), law) > 1e-3
-        posterior = np.exp(two_urns.log_posterior(RED, BLUE, P, ALPHA))
-        assert abs(law - posterior).sum() / 2 > 0.01
+        found = counted(draws, num_red, num_blue)
+        # That a sweep less or more would be refused.
+        p_values = []
+        for steps in (num_steps - num_rows, num_steps, num_steps + num_rows):
+            law = np.zeros_like(start)
+            law[chain.kept] = chain.after(chain.restrict(start), max(steps, 1))
+            p_values.append(p_value(found, law))
+        assert p_values[1] > 1e-3
+        assert max(p_values[0], p_values[2]) < 1e-6
 
 
 def test_chebyshev_steps_are_steps():
@@ -231,6 +240,18 @@ def test_two_urns(tmp_path, capsys):
     assert found["Prior+Gibbs"] < found["Anneal Energy"] - 0.05
     assert abs(annealed - found["Anneal Stepsize"]) < 0.03
     assert found["perfect draws"] < annealed - 0.02
+
+
+def test_smoothing_is_that_of_a_gaussian_of_one_cell():
+    point = np.zeros((21, 21))
+    point[10, 10] = 1
+    found = two_urns.smooth(point)
+    i = np.arange(21) - 10
+    np.testing.assert_allclose(found.sum(), 1)
+    np.testing.assert_allclose(i**2 @ found.sum(1), 1, rtol=0.01)
+    corner = np.zeros((21, 21))
+    corner[0, 0] = 1
+    np.testing.assert_allclose(two_urns.smooth(corner).sum(), 1)
 
 
 # --- Theorem 1 ----------------------------------------------------------------
