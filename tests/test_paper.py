@@ -290,6 +290,11 @@ def test_distance_after_the_anneal_does_not_grow():
         for n in (200, 2000)
     )
     assert abs(large - small) < 0.015
+    # Nor do they differ much from the exact one of 100 balls.
+    num_red, num_blue = scaling_local.balls(100)
+    cells = scaling_local.Cells(two_urns.log_posterior(num_red, num_blue, P, ALPHA))
+    law = scaling_local.annealed_law(num_red, num_blue, 2)
+    assert abs(cells.distance_of_law(law) - small) < 0.02
     # Cold from the prior, as many steps leave it farther by the day.
     num_red, num_blue = scaling_local.balls(200)
     chain = scaling_local.Cold(num_red, num_blue)
@@ -305,6 +310,11 @@ def test_cells_agree_with_all_states():
     all_states = 0.5 * abs(law - np.exp(log_posterior)).sum()
     cells = scaling_local.Cells(log_posterior)
     assert 0.9 * all_states < cells.distance_of_law(law) <= all_states
+    # About as likely as each other, but for four of them: one state is the last two.
+    num_red, num_blue = scaling_local.balls(500)
+    log_posterior = two_urns.log_posterior(num_red, num_blue, P, ALPHA)
+    masses = scaling_local.Cells(log_posterior).posterior
+    assert (masses > 0.3 / 64).sum() == 60 and masses.max() < 3 / 64
 
 
 def test_time_of_the_anneal_is_a_power_of_the_distance():
@@ -327,8 +337,9 @@ def test_scaling_local_runs(capsys, tmp_path):
 # --- Theorem 2 ----------------------------------------------------------------
 
 
-def test_two_states_are_those_of_the_equation():
-    num_rows, gamma, delta, time = 30, 0.3, 0.2, 200.0
+@pytest.mark.parametrize("time", [3.0, 200.0])
+def test_two_states_are_those_of_the_equation(time):
+    num_rows, gamma, delta = 30, 0.3, 0.2
 
     def slope(t, x):
         beta = t / time * num_rows
@@ -373,10 +384,11 @@ def test_two_features_cold_is_exponential_and_the_anneal_is_not():
     np.testing.assert_allclose(slopes, delta, rtol=0.15)
     annealed = [scaling_global.annealed_distances(n, [16])[0] for n in sizes]
     assert annealed[1] < annealed[0]
-    churns = scaling_global.urns_annealed_time(20, 0.1) / 20 - 1
-    whole = [int(churns), int(churns) + 1]
-    more, less = scaling_global.annealed_distances(20, whole)
-    assert less - 0.001 < 0.1 < more + 0.001
+    assert scaling_global.in_better_mode(np.exp(scaling_global.posterior(20))) > 0.99
+    # Half way, on a log scale, from four sweeps to five.
+    halfway = np.sqrt(np.prod(scaling_global.annealed_distances(20, [3, 4])))
+    time = scaling_global.urns_annealed_time(20, halfway, churns=(3, 4))
+    np.testing.assert_allclose(time, 20 * 4.5)
 
 
 def test_two_features_power_of_the_distance_approaches_delta_over_gamma():

@@ -313,8 +313,8 @@ def leave(law, rates):
 
 class Cells:
     """
-    64 cells of about equal posterior probability: 16 by the reds on the left, each in 4
-    by the balls on the left.
+    64 cells of about equal posterior probability, as far as single states allow: 16 by
+    the reds on the left, each in 4 by the balls on the left.
 
     - **posterior** - probability of each, ``[64]``.
     """
