@@ -21,6 +21,7 @@ from numpyro_subanneal.plan import NotRecognised, explain
 from numpyro_subanneal.posterior import Posterior, cross_validate
 from numpyro_subanneal.schedule import (
     AbstractSchedule,
+    AcceleratingSchedule,
     LinearSchedule,
     PriorGibbs,
     SequentialGibbs,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractConjugatePair",
     "AbstractSchedule",
+    "AcceleratingSchedule",
     "ChineseRestaurantProcess",
     "FeatureMoves",
     "FiniteDirichletMixture",

@@ -150,20 +150,58 @@ class LinearSchedule(AbstractSchedule):
     churn: int | None = None
 
     def __post_init__(self):
-        churn = self.churn
-        if churn is not None and (
-            isinstance(churn, bool)
-            or not isinstance(churn, int | np.integer)
-            or churn < 0
-        ):
-            raise ValueError(f"`churn` must be a nonnegative integer, got {churn!r}.")
+        _check_churn(self.churn)
 
     def steps(self, num_rows, num_warmup):
         churn = num_warmup if self.churn is None else self.churn
-        # Rounded up, so that the first step adds a row.
-        sizes = -(-np.arange(num_warmup + 1, dtype=np.int64) * num_rows // num_warmup)
-        added = np.diff(sizes)
+        added = np.diff(_even_sizes(num_rows, num_warmup))
         return Steps(added, added * churn)
+
+
+@dataclass(frozen=True)
+class AcceleratingSchedule(AbstractSchedule):
+    r"""
+    An anneal that becomes faster as the subsample grows: after a row is added that
+    makes it of size n, so many rows are churned,
+
+    .. math::
+
+        c(n) = c \min\left(1, \sqrt{s / n}\right),
+
+    c being `churn` and s being `small_size`. Up to `small_size` rows this is
+    :class:`LinearSchedule`; beyond, passes over the subsample become fewer, as Loom's
+    do, and all churns together grow as :math:`2 c \sqrt{s N}` rather than as
+    :math:`c N`: what many rows have in common is found while they are few.
+
+    Steps add rows evenly, so that the first of them take longest.
+
+    :param int churn: rows churned for each row added while there are few; defaults to
+        `num_warmup`, as that of :class:`LinearSchedule`.
+    :param int small_size: how many rows are few; Loom's are a thousand by default.
+
+    **References:**
+
+    1. Loom, F. Obermeyer, J. Glidden (2014), https://github.com/posterior/loom,
+       `AcceleratingSchedule`
+    """
+
+    churn: int | None = None
+    small_size: int = 1000
+
+    def __post_init__(self):
+        _check_churn(self.churn)
+        size = self.small_size
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"`small_size` must be a positive integer, got {size!r}.")
+
+    def steps(self, num_rows, num_warmup):
+        churn = num_warmup if self.churn is None else self.churn
+        sizes = _even_sizes(num_rows, num_warmup)
+        # The integral of c(n) up to each size.
+        beyond = 2 * np.sqrt(float(self.small_size) * sizes) - self.small_size
+        passes = np.where(sizes > self.small_size, beyond, sizes)
+        churned = np.diff(np.rint(churn * passes).astype(np.int64))
+        return Steps(np.diff(sizes), churned)
 
 
 @dataclass(frozen=True)
@@ -193,3 +231,16 @@ class PriorGibbs(AbstractSchedule):
         return Steps(
             np.zeros(num_warmup, np.int64), np.full(num_warmup, num_rows, np.int64)
         )
+
+
+def _check_churn(churn: int | None) -> None:
+    if churn is not None and (
+        isinstance(churn, bool) or not isinstance(churn, int | np.integer) or churn < 0
+    ):
+        raise ValueError(f"`churn` must be a nonnegative integer, got {churn!r}.")
+
+
+def _even_sizes(num_rows: int, num_warmup: int) -> np.ndarray:
+    """Sizes of a subsample that grows linearly, before each step and at the end."""
+    # Rounded up, so that the first step adds a row.
+    return -(-np.arange(num_warmup + 1, dtype=np.int64) * num_rows // num_warmup)

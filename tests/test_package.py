@@ -30,6 +30,7 @@ def test_public_names_are_these():
     assert numpyro_subanneal.__all__ == [
         "AbstractConjugatePair",
         "AbstractSchedule",
+        "AcceleratingSchedule",
         "ChineseRestaurantProcess",
         "FeatureMoves",
         "FiniteDirichletMixture",

@@ -20,6 +20,7 @@ import numpyro.distributions as dist
 
 from numpyro_subanneal import (
     AbstractSchedule,
+    AcceleratingSchedule,
     ChineseRestaurantProcess,
     LinearSchedule,
     PriorGibbs,
@@ -34,6 +35,7 @@ by_size = pytest.mark.parametrize("num_rows, num_warmup", SIZES)
 SCHEDULES = [
     LinearSchedule(churn=0),
     LinearSchedule(2),
+    AcceleratingSchedule(2, small_size=5),
     SequentialGibbs(),
     PriorGibbs(),
 ]
@@ -71,6 +73,40 @@ def test_linear_schedule_churns_as_many_rows_as_there_are_steps(num_rows, num_wa
     # So a step costs about a sweep, however many there are.
     moves = (default.added + default.churned).sum()
     assert moves == num_rows * (num_warmup + 1)
+
+
+@by_size
+@pytest.mark.parametrize("small_size", [1, 5, 1000])
+def test_accelerating_schedule_churns_by_the_square_root_law(
+    num_rows, num_warmup, small_size
+):
+    # c min(1, sqrt(s / n)) rows for each row added, summed up to each size.
+    schedule = AcceleratingSchedule(3, small_size=small_size)
+    added, churned = schedule.steps(num_rows, num_warmup)
+    np.testing.assert_array_equal(
+        added, LinearSchedule(3).steps(num_rows, num_warmup)[0]
+    )
+    sizes = added.cumsum().astype(float)
+    beyond = 2 * np.sqrt(small_size * sizes) - small_size
+    expected = 3 * np.where(sizes > small_size, beyond, sizes)
+    np.testing.assert_allclose(churned.cumsum(), expected, rtol=1e-12, atol=0.5)
+
+
+@pytest.mark.parametrize("num_rows, num_warmup", [(5, 1), (6, 4), (1000, 33)])
+def test_accelerating_schedule_is_linear_up_to_its_small_size(num_rows, num_warmup):
+    linear = LinearSchedule().steps(num_rows, num_warmup)
+    for schedule in (AcceleratingSchedule(), AcceleratingSchedule(small_size=num_rows)):
+        steps = schedule.steps(num_rows, num_warmup)
+        np.testing.assert_array_equal(steps, linear)
+
+
+def test_accelerating_schedule_churns_in_proportion_to_the_root_of_the_rows():
+    # Sixteen times the rows: four times the churns, and no more.
+    few, many = (
+        AcceleratingSchedule(10, small_size=100).steps(n, 50).churned.sum()
+        for n in (10**6, 16 * 10**6)
+    )
+    assert abs(many / few - 4) < 0.03
 
 
 @pytest.mark.parametrize("num_rows, num_warmup", [(5, 1), (6, 4)])
@@ -181,6 +217,14 @@ def test_linear_schedule_names_a_bad_churn(churn):
     assert LinearSchedule(np.int64(3)) == LinearSchedule(3)
 
 
+@pytest.mark.parametrize("size", [0, -1, 1.0, True, None])
+def test_accelerating_schedule_names_what_is_bad(size):
+    with pytest.raises(ValueError, match="`small_size` must be a positive integer"):
+        AcceleratingSchedule(small_size=size)
+    with pytest.raises(ValueError, match="`churn` must be a nonnegative integer"):
+        AcceleratingSchedule(-1)
+
+
 # --- In the kernel ------------------------------------------------------------
 
 NUM_ROWS = 7
@@ -204,7 +248,13 @@ class Uneven(AbstractSchedule):
         return Steps(np.array([3, 0, 2, 0, 2]), np.array([0, 5, 4, 0, 3]))
 
 
-IN_KERNEL = [Uneven(), LinearSchedule(), SequentialGibbs(), PriorGibbs()]
+IN_KERNEL = [
+    Uneven(),
+    LinearSchedule(),
+    AcceleratingSchedule(3, 2),
+    SequentialGibbs(),
+    PriorGibbs(),
+]
 
 
 @pytest.fixture(scope="module")
