@@ -4,6 +4,7 @@
 """The paper's data sets and its Figure 4: loaders, the ladder of bounds, resuming."""
 
 import json
+import os
 from pathlib import Path
 import sys
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "paper"))
+import datasets  # noqa: E402
 import figure4  # noqa: E402
 
 # --- bounds and resuming, with programs that take no time ---------------------
@@ -210,3 +212,92 @@ def test_figure_and_table_are_made_of_the_file(tmp_path, capsys):
     assert all(text.count(f" {name} ") >= 2 for name in figure4.STRATEGIES)
     assert (tmp_path / "figure4.png").stat().st_size > 10_000
     assert json.loads(results.path.read_text().splitlines()[0])["strategy"] == "Anneal"
+
+
+# --- loaders ------------------------------------------------------------------
+
+DATA = Path(os.environ.get("SUBANNEAL_DATA", ROOT.parent / "shared" / "data"))
+needs_data = pytest.mark.skipif(
+    not DATA.exists(), reason="the paper's data are not beside the project"
+)
+
+
+@needs_data
+@pytest.mark.parametrize(
+    "name, num_rows, shapes, num_made_up",
+    [
+        ("hospital", None, {"real": 63}, 0),
+        ("network", 10_000, {"real": 31, "categorical": 4, "binary": 5}, 0),
+        ("census", 1_000, {"categorical": 50, "binary": 18}, 0),
+        ("census", 10_000, {"categorical": 50, "binary": 18}, 9_000),
+        ("income", 10_000, {"real": 6, "categorical": 34}, 0),
+    ],
+)
+def test_data_sets_have_the_shapes_of_the_paper(name, num_rows, shapes, num_made_up):
+    found = datasets.load(name, DATA, num_rows)
+    num_rows = num_rows or 307
+    arrays = found.table.arrays
+    assert {kind: x.shape for kind, x in arrays.items()} == {
+        kind: (num_rows, columns) for kind, columns in shapes.items()
+    }
+    assert found.num_rows == num_rows and found.num_made_up == num_made_up
+    assert ("MADE UP" in found.note) == (num_made_up > 0)
+    assert not np.isnan(arrays.get("real", 0)).any()
+    for kind in ("categorical", "binary"):
+        # Only Census-Income has missing cells.
+        assert name == "income" or arrays.get(kind, np.zeros(1)).min() >= 0
+    columns = {c.name: len(c.labels) for c in found.table.columns}
+    assert not {"num_outbound_cmds", "label", "caseid", "weight"} & set(columns)
+    if name == "network":
+        assert columns["service"] == 66
+
+
+def write_census(folder, rows):
+    path = folder / "census1990" / "us_census_1990_first1000.csv"
+    path.parent.mkdir()
+    lines = ["caseid,dAge,iSex,iRiders,dPOB"]
+    lines += [f"{i},{a},{a % 2},{b},0" for i, (a, b) in enumerate(rows)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_rows_are_a_random_part_of_the_file(tmp_path):
+    write_census(tmp_path, [(i % 7, i % 3 + 4) for i in range(30)])
+    few, again, other = (
+        datasets.load("census", tmp_path, 20, seed=s).table.arrays for s in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(few["categorical"], again["categorical"])
+    assert (few["categorical"] != other["categorical"]).any()
+    # Codes number the labels of the whole file; `iSex` is binary, `dPOB` constant.
+    table = datasets.load("census", tmp_path, 2).table
+    assert table.model_args["num_categories"] == (7, 3, 1)
+    assert few["binary"].shape == (20, 1)
+    whole = datasets.load("census", tmp_path)
+    assert whole.num_rows == 30 and whole.note.startswith("census: 30 of the 30 rows")
+    np.testing.assert_array_equal(
+        np.bincount(whole.table.arrays["categorical"][:, 1]), [10, 10, 10]
+    )
+
+
+def test_where_rows_run_out_they_are_made_up_of_cells_of_the_same_column(tmp_path):
+    write_census(tmp_path, [(0, 5)] * 25 + [(1, 6)] * 75)
+    found = datasets.load("census", tmp_path, 20_100)
+    assert found.num_made_up == 20_000
+    assert "the other 20000 rows are MADE UP" in found.note
+    sex, age, riders = (
+        found.table.arrays[kind][:, i]
+        for kind, i in (("binary", 0), ("binary", 1), ("categorical", 0))
+    )
+    # Columns keep their distribution, to five standard errors.
+    assert abs(age.mean() - 0.75) < 5 * np.sqrt(0.75 * 0.25 / 20_000)
+    # Cells of a row agree unless one of the two, each redrawn with probability 0.2, was
+    # redrawn and differs (with probability 2 * 0.25 * 0.75).
+    expected = 1 - (1 - 0.8**2) * 2 * 0.25 * 0.75
+    for x, y in ((sex, age), (age, riders)):
+        assert abs((x == y).mean() - expected) < 5 * np.sqrt(0.25 / 20_000)
+
+
+def test_unknown_names_and_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no data set 'hospitals'; there are"):
+        datasets.load("hospitals", tmp_path)
+    with pytest.raises(FileNotFoundError, match="has none of kddcup.data.gz"):
+        datasets.load("network", tmp_path)

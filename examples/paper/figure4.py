@@ -68,9 +68,9 @@ from numpyro_subanneal import (
     predictive,
     reading,
 )
+from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.models import crosscat
 from numpyro_subanneal.partitions import adjusted_rand
-from numpyro_subanneal.plan import recognise
 
 # Steps of every warm-up: the state has their number in its shape, so that one program
 # serves all.
@@ -124,14 +124,23 @@ class Programs:
 
     :param dataset: the whole table.
     :param num_clusters: capacity of each view.
+    :param quickly: to save time on the programs rather than in them.
+    :param options: of :func:`crosscat.mixed`: hyperparameters that are not learned.
     """
 
-    def __init__(self, dataset: datasets.Dataset, num_clusters: int):
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        num_clusters: int,
+        quickly: bool = False,
+        **options: float,
+    ):
         args = dataset.table.model_args
         self.model = partial(
             crosscat.mixed,
             num_categories=args.pop("num_categories", ()),
             num_clusters=num_clusters,
+            **options,
         )
         self.arrays = args
         self.num_rows = dataset.num_rows
@@ -142,18 +151,16 @@ class Programs:
         # others; so every split is written into the same ones.
         self._train, self._test = train, test
         begin = time.perf_counter()
-        # Where a chain starts is all that a step does not read off the state.
-        self._kernels = {
-            full: SubsampleAnnealedGibbs(self.model, schedule)
-            for full, schedule in ((True, PriorGibbs()), (False, LinearSchedule(0)))
-        }
-        step, score = self._kernels[False], self._log_density
-        states = [self._init(full, random.key(0)) for full in (True, False)]
+        self._kernel = SubsampleAnnealedGibbs(self.model, LinearSchedule(0))
         self.train = jax.tree.map(_copy, train)
-        self.step = jax.jit(lambda state, data: step.sample(state, (), data))
-        self.step = self.step.lower(states[0], self.train).compile()
-        self._plan = recognise(self.model, (), train)
-        self._score = jax.jit(score).lower(states[0].z, train, test).compile()
+        self.start(random.key(0), LinearSchedule())  # compiled
+        first = self.start(random.key(0), PriorGibbs())
+        self.step = compile_for(self._step, first, self.train, quickly=quickly)
+        # NB: to recognise the model once more would take as long as it did.
+        self._plan = self._kernel._plan
+        self._score = compile_for(
+            self._log_density, first.z, train, test, quickly=quickly
+        )
         self.compile_seconds = time.perf_counter() - begin
 
     def split(self, seed: int) -> tuple[dict, dict]:
@@ -164,10 +171,8 @@ class Programs:
             for part in (rows[self.num_test :], rows[: self.num_test])
         )
 
-    def _init(self, full, rng_key):
-        kernel = self._kernels[full]
-        state = kernel.init(rng_key, NUM_WARMUP, None, (), self._train)
-        return jax.block_until_ready(state)
+    def _step(self, state, data):
+        return self._kernel.sample(state, (), data)
 
     def use(self, seed: int) -> None:
         """Go over to the split of a seed."""
@@ -178,11 +183,15 @@ class Programs:
 
     def start(self, rng_key, schedule: AbstractSchedule):
         """The first state of a chain, in the split in use."""
-        state = self._init(schedule.starts_full, rng_key)
         num_rows = self.num_rows - self.num_test
         steps = schedule.checked_steps(num_rows, NUM_WARMUP)
+        # Without a warm-up a chain starts from a draw of the prior, as that of
+        # `PriorGibbs` does. Of a schedule, a step knows what the state says alone.
+        num_warmup = 0 if schedule.starts_full else NUM_WARMUP
+        state = self._kernel.init(rng_key, num_warmup, None, (), self._train)
         added, churned = jnp.asarray(steps.added), jnp.asarray(steps.churned)
-        return state._replace(added=added, churned=churned)
+        state = state._replace(added=added, churned=churned)
+        return jax.block_until_ready(state)
 
     def score(self, state) -> float:
         """Sum of the log predictive densities of the rows held out, in nats."""
@@ -427,7 +436,7 @@ def run(args, clock):
             ]
             if not todo:
                 continue
-            programs = Programs(dataset, args.num_clusters)
+            programs = Programs(dataset, args.num_clusters, not args.optimise)
             print(f"  compiled in {programs.compile_seconds:.0f} s", flush=True)
             for seed, strategy in todo:
                 run_seed(programs, dataset, strategy, seed, args.bounds, results, clock)
@@ -565,6 +574,11 @@ def parse(argv=None):
         choices=["wall", "cpu"],
         default="wall",
         help="seconds on the wall, or of this process, if the machine is shared",
+    )
+    parser.add_argument(
+        "--optimise",
+        action="store_true",
+        help="compile for minutes rather than seconds, for programs that are faster",
     )
     parser.add_argument("--out", type=Path, default=Path("output"))
     parser.add_argument("--plot", action="store_true", help="only plot what there is")
