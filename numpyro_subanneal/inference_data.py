@@ -15,6 +15,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_sample
 
+from numpyro_subanneal.kernel import SubsampleAnnealedGibbs
 from numpyro_subanneal.posterior import Imputation, Posterior
 from numpyro_subanneal.reading import Plan
 from numpyro_subanneal.skeleton import Args, Kwargs, Model, run_trace
@@ -182,6 +183,8 @@ def to_arviz(
 
     if mcmc.last_state is None or _after_warmup(mcmc):
         raise ValueError("`mcmc` has no draws of the posterior; call its `run` first.")
+    if isinstance(mcmc.sampler, SubsampleAnnealedGibbs):
+        mcmc.sampler._warn_of_capacity(mcmc.last_state)
     plan = _plan(mcmc)
     axes = _axes(mcmc.sampler.model, mcmc._args, mcmc._kwargs, plan)
     head = mcmc.num_chains, mcmc.num_samples // mcmc.thinning

@@ -322,16 +322,25 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         reached = int(state.capacity_reached)
         if reached:
             text += f", capacity reached in {reached} moves"
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"All {self._plan.capacity} clusters of the model are occupied, so "
-                    "that rows cannot open another: the draws are of partitions with "
-                    "at most so many clusters. Give the plate of the clusters a larger "
-                    "size. The extra field `capacity_reached` counts such moves.",
-                    stacklevel=2,
-                )
+            self._warn_of_capacity(state)
         return text
+
+    def _warn_of_capacity(self, state: SubsampleAnnealedGibbsState) -> None:
+        """
+        Warns, once a run, if the capacity was reached in any chain: from the progress
+        bar, or without one from what reads the draws, since NumPyro calls no kernel
+        when a run has ended.
+        """
+        if self._warned or self._plan is None or not np.any(state.capacity_reached):
+            return
+        self._warned = True
+        warnings.warn(
+            f"All {self._plan.capacity} clusters of the model are occupied, so "
+            "that rows cannot open another: the draws are of partitions with "
+            "at most so many clusters. Give the plate of the clusters a larger "
+            "size. The extra field `capacity_reached` counts such moves.",
+            stacklevel=3,
+        )
 
     def postprocess_fn(self, model_args, model_kwargs):
         # Runs at every iteration, so only a model with deterministic sites is replayed;

@@ -179,6 +179,7 @@ class Posterior:
             return cls(kernel.model, samples, args, kwargs)
         posterior = cls.__new__(cls)
         posterior._setup(kernel.model, samples, args, dict(kwargs), kernel._plan)
+        kernel._warn_of_capacity(state)
         return posterior
 
     @classmethod

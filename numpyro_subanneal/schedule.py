@@ -153,36 +153,40 @@ class LinearSchedule(AbstractSchedule):
         _check_churn(self.churn)
 
     def steps(self, num_rows, num_warmup):
-        churn = num_warmup if self.churn is None else self.churn
-        added = np.diff(_even_sizes(num_rows, num_warmup))
+        churn = num_warmup if self.churn is None else int(self.churn)
+        # Rounded up, so that the first step adds a row.
+        sizes = -(-np.arange(num_warmup + 1, dtype=np.int64) * num_rows // num_warmup)
+        added = np.diff(sizes)
         return Steps(added, added * churn)
+
+
+def _check_churn(churn: int | None) -> None:
+    if churn is None:
+        return
+    integer = isinstance(churn, int | np.integer) and not isinstance(churn, bool)
+    if not integer or not 0 <= churn <= _MOST_MOVES:
+        raise ValueError(
+            f"`churn` must be a nonnegative integer, at most {_MOST_MOVES}, got "
+            f"{churn!r}."
+        )
 
 
 @dataclass(frozen=True)
 class AcceleratingSchedule(AbstractSchedule):
     r"""
-    An anneal that becomes faster as the subsample grows: after a row is added that
-    makes it of size n, so many rows are churned,
+    *Anneal Subsample* that hurries once the subsample is large: `churn` rows are
+    churned for each added row up to a subsample of `small_size` rows, and
+    :math:`\mathit{churn}\sqrt{\mathit{small\_size} / n}` at :math:`n` rows from there
+    on. Beyond the one move that every row takes to be added, the work then grows as
+    :math:`\sqrt{N}`: twice `churn` times :math:`\sqrt{\mathit{small\_size}\,N}` moves.
 
-    .. math::
+    For tables of many rows, whose clusters are found while the subsample is small. Each
+    warm-up step makes the same number of moves.
 
-        c(n) = c \min\left(1, \sqrt{s / n}\right),
-
-    c being `churn` and s being `small_size`. Up to `small_size` rows this is
-    :class:`LinearSchedule`; beyond, passes over the subsample become fewer, as Loom's
-    do, and all churns together grow as :math:`2 c \sqrt{s N}` rather than as
-    :math:`c N`: what many rows have in common is found while they are few.
-
-    Steps add rows evenly, so that the first of them take longest.
-
-    :param int churn: rows churned for each row added while there are few; defaults to
-        `num_warmup`, as that of :class:`LinearSchedule`.
-    :param int small_size: how many rows are few; Loom's are a thousand by default.
-
-    **References:**
-
-    1. Loom, F. Obermeyer, J. Glidden (2014), https://github.com/posterior/loom,
-       `AcceleratingSchedule`
+    :param int churn: rows churned for each row added to a small subsample; defaults to
+        `num_warmup`, as in :class:`LinearSchedule`.
+    :param int small_size: number of rows, at least 1, up to which the schedule is
+        linear.
     """
 
     churn: int | None = None
@@ -191,17 +195,30 @@ class AcceleratingSchedule(AbstractSchedule):
     def __post_init__(self):
         _check_churn(self.churn)
         size = self.small_size
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not integer or size < 1:
             raise ValueError(f"`small_size` must be a positive integer, got {size!r}.")
 
     def steps(self, num_rows, num_warmup):
-        churn = num_warmup if self.churn is None else self.churn
-        sizes = _even_sizes(num_rows, num_warmup)
-        # The integral of c(n) up to each size.
-        beyond = 2 * np.sqrt(float(self.small_size) * sizes) - self.small_size
-        passes = np.where(sizes > self.small_size, beyond, sizes)
-        churned = np.diff(np.rint(churn * passes).astype(np.int64))
-        return Steps(np.diff(sizes), churned)
+        churn = float(num_warmup if self.churn is None else self.churn)
+        small = float(min(self.small_size, num_rows))
+
+        def churned(n):
+            return churn * np.where(n < small, n, 2 * np.sqrt(small * n) - small)
+
+        # Sizes after equal shares of all moves n + churned(n): its inverse, which above
+        # `small` is a quadratic equation for the root of n.
+        moves = (num_rows + churned(num_rows)) * np.arange(num_warmup + 1) / num_warmup
+        half = churn * np.sqrt(small)
+        above = (np.sqrt(half**2 + churn * small + moves) - half) ** 2
+        sizes = np.where(moves < (1 + churn) * small, moves / (1 + churn), above)
+        # Rounded up, so that the first step adds a row.
+        sizes = np.ceil(np.minimum(sizes, num_rows))
+        sizes[0], sizes[-1] = 0, num_rows
+        return Steps(
+            np.diff(sizes).astype(np.int64),
+            np.diff(np.floor(churned(sizes))).astype(np.int64),
+        )
 
 
 @dataclass(frozen=True)
@@ -231,16 +248,3 @@ class PriorGibbs(AbstractSchedule):
         return Steps(
             np.zeros(num_warmup, np.int64), np.full(num_warmup, num_rows, np.int64)
         )
-
-
-def _check_churn(churn: int | None) -> None:
-    if churn is not None and (
-        isinstance(churn, bool) or not isinstance(churn, int | np.integer) or churn < 0
-    ):
-        raise ValueError(f"`churn` must be a nonnegative integer, got {churn!r}.")
-
-
-def _even_sizes(num_rows: int, num_warmup: int) -> np.ndarray:
-    """Sizes of a subsample that grows linearly, before each step and at the end."""
-    # Rounded up, so that the first step adds a row.
-    return -(-np.arange(num_warmup + 1, dtype=np.int64) * num_rows // num_warmup)

@@ -30,6 +30,7 @@ from numpyro.infer import MCMC, Predictive
 from numpyro_subanneal import (
     LinearSchedule,
     NotRecognised,
+    Posterior,
     PriorGibbs,
     SequentialGibbs,
     SubsampleAnnealedGibbs,
@@ -37,6 +38,7 @@ from numpyro_subanneal import (
     rows,
     testing,
 )
+from numpyro_subanneal.inference_data import to_arviz
 
 # Nearly all of the time is that of compiling.
 pytestmark = pytest.mark.quickly_compiled
@@ -696,6 +698,20 @@ def test_the_capacity_is_shown_and_warned_of_once(finished):
     assert len(caught) == 1
     for text in texts:
         assert "capacity reached in 3 moves" in text
+
+
+@pytest.mark.filterwarnings("ignore:\\s*ArviZ is undergoing:FutureWarning")
+@pytest.mark.parametrize("read", [Posterior.from_mcmc, to_arviz])
+def test_the_capacity_is_warned_of_where_draws_are_read(read):
+    # Five rows far apart and two clusters, without a progress bar.
+    x = 100 * jnp.arange(5.0)[:, None]
+    mcmc = run(x, 2, kernel=SubsampleAnnealedGibbs(mixture))
+    assert int(mcmc.last_state.capacity_reached) > 0
+    with pytest.warns(UserWarning, match="All 2 clusters.*larger"):
+        read(mcmc)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        Posterior.from_mcmc(mcmc)
 
 
 def test_progress_bar_shows_them_and_does_not_change_the_draws(

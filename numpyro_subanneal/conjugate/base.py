@@ -658,7 +658,7 @@ class DenseBlock(AbstractBlock):
 
     def add(self, hyper, stats, x, k, live, view=None):
         k = at_features(k, view)
-        column = self._step(self.pair.add, hyper, _read(stats, k), x, live)
+        column = self._step(self.pair.add, hyper, _read(stats, k), x, live, k)
         if view is None:
             return jax.tree.map(
                 lambda s, c: lax.dynamic_update_index_in_dim(s, c, k, axis=-1),
@@ -680,8 +680,9 @@ class DenseBlock(AbstractBlock):
         return jax.vmap(lambda s: self._table(hyper, s), in_axes=-1, out_axes=-1)(stats)
 
     def take(self, hyper, stats, x, k, live, view=None):
-        column = _read(stats, at_features(k, view))
-        column = self._step(self.pair.remove, hyper, column, x, live)
+        k_each = at_features(k, view)
+        column = _read(stats, k_each)
+        column = self._step(self.pair.remove, hyper, column, x, live, k_each)
         return Taken(k, column, self._table(hyper, column))
 
     def score(self, hyper, stats, tables, taken, x, view=None):
@@ -709,7 +710,7 @@ class DenseBlock(AbstractBlock):
         column = jax.tree.map(
             lambda t, s: jnp.where(same, t, s), taken.column, _read(stats, k)
         )
-        column = self._step(self.pair.add, hyper, column, x, live)
+        column = self._step(self.pair.add, hyper, column, x, live, k)
         table = self._table(hyper, column)
         ks = jnp.stack([was, k], -1)
         each = jnp.arange(self.num_features)[:, None]
@@ -780,15 +781,20 @@ class DenseBlock(AbstractBlock):
 
         return jax.vmap(one, in_axes=(0, -1), out_axes=-1)(hyper.values, column)
 
-    def _step(self, fn, hyper, column, x, live):
+    def _step(self, fn, hyper, column, x, live, k=None):
+        """`fn`, which adds or removes, of the statistics of one cluster; of cluster `k`
+        in a move."""
         unpack = self._layout(hyper)
 
         def one(h, c, cell):
-            return _pack(fn(h, unpack(c), cell))
+            return tuple(map(jnp.asarray, fn(h, unpack(c), cell)))
 
-        changed = jax.vmap(one, in_axes=(0, -1, 0), out_axes=-1)(
-            hyper.values, column, x.cell
-        )
+        def each(values, column, cell):
+            return jax.vmap(one, in_axes=(0, -1, 0))(values, column, cell)
+
+        args = hyper.values, column, x.cell
+        leaves = each(*args) if k is None else _by_itself(k, each, *args)
+        changed = jax.vmap(_pack, out_axes=-1)(leaves)
         if x.live is not None:
             live = live & x.live
         return jax.tree.map(lambda new, old: jnp.where(live, new, old), changed, column)
@@ -864,6 +870,17 @@ def _unpacker(like: Sequence[Any]) -> Callable[[tuple[Array, ...]], tuple[Array,
         return tuple(leaves)
 
     return unpack
+
+
+def _by_itself(k: Array, fn: Callable, *args: Any) -> Any:
+    """
+    ``fn(*args)`` for a cluster `k`, and computed once: as a branch that is always
+    taken, which XLA does not know. It would fuse `fn` into each of its users instead,
+    and there computes it element by element, for every table that is written.
+    """
+    shapes = jax.eval_shape(fn, *args)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return lax.cond(jnp.ravel(k)[0] >= 0, fn, lambda *_: zeros, *args)
 
 
 def put_own(scores: Array, k: Array, own: Array) -> Array:

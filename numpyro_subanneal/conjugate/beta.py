@@ -25,8 +25,10 @@ from numpyro_subanneal.conjugate.base import (
     count_error,
 )
 from numpyro_subanneal.conjugate.special import (
+    log1p_nonnegative,
     log1p_of,
     log_binomial,
+    log_binomial_of_integers,
     log_polya,
     mean_of_both,
     mean_with,
@@ -239,7 +241,7 @@ class BetaBinomial(_UnknownProbability):
             *_log_shares(a, b),
             stirling_remainder(a),
             stirling_remainder(b),
-            constant - 0.5 * jnp.log1p(trials / both),
+            constant - 0.5 * log1p_nonnegative(trials / both),
         )
 
     def score(self, table, x):
@@ -498,7 +500,7 @@ class BetaNegativeBinomialLogits(_Logits, BetaNegativeBinomial):
 
 def _log_shares(a, b):
     """Logarithms of ``a / (a + b)`` and ``b / (a + b)``, also where they are tiny."""
-    return -jnp.log1p(b / a), -jnp.log1p(a / b)
+    return -log1p_nonnegative(b / a), -log1p_nonnegative(a / b)
 
 
 def _change(x, new, inverse, old):
@@ -513,7 +515,7 @@ def _binomial_cell(x, total_count):
     ones = jnp.asarray(x, jnp.result_type(int))
     zeros = jnp.asarray(total_count, ones.dtype) - ones
     floats = (jnp.asarray(n, jnp.result_type(float)) for n in (ones, zeros))
-    return ones, zeros, *floats, log_binomial(ones, zeros)
+    return ones, zeros, *floats, log_binomial_of_integers(ones, zeros)
 
 
 def _log_multiset(r, x):
@@ -529,7 +531,7 @@ def _run_table(a, b, stop):
     both = a + b
     log_a, log_b = _log_shares(a, b)
     first = both + stop
-    constant = stop * log_b - 0.5 * jnp.log1p(stop / b)
+    constant = stop * log_b - 0.5 * log1p_nonnegative(stop / b)
     for sign, z in ((1, b + stop), (-1, b), (1, both), (-1, first)):
         constant = constant + sign * stirling_remainder(z)
     return (

@@ -31,7 +31,7 @@ from numpyro_subanneal.conjugate.base import (
 )
 from numpyro_subanneal.conjugate.special import (
     log1p_of,
-    log_binomial,
+    log_binomial_of_integers,
     log_polya,
     log_rising,
     log_rising_of_scale,
@@ -201,7 +201,8 @@ class DirichletMultinomial(AbstractConjugatePair):
         counts = jnp.asarray(x, jnp.result_type(float))
         # Of the categories in turn, each among those up to it.
         before = jnp.cumsum(counts, -1) - counts
-        return x, counts, counts.sum(-1), log_binomial(counts, before).sum(-1)
+        coefficient = log_binomial_of_integers(counts, before).sum(-1)
+        return x, counts, counts.sum(-1), coefficient
 
     def empty(self, hyper):
         concentration = hyper["concentration"]

@@ -18,6 +18,7 @@ from numpyro_subanneal.conjugate.special import (
     factorial_remainder,
     log1p_nonnegative,
     log1p_of,
+    log_factorial_parts,
     log_rising,
     mean_of_both,
     mean_with,
@@ -76,9 +77,7 @@ class GammaPoisson(_UnknownRate):
         x = jnp.asarray(x, jnp.result_type(int))
         value = jnp.asarray(x, jnp.result_type(float))
         inverse = 1 / jnp.maximum(value, 1)
-        remainder = factorial_remainder(value)
-        log_factorial = remainder + value * (jnp.log(jnp.maximum(value, 1)) - 1)
-        return x, value, inverse, remainder, log_factorial
+        return x, value, inverse, *log_factorial_parts(value)
 
     def empty(self, hyper):
         zero = jnp.zeros((), jnp.result_type(int))
@@ -122,7 +121,7 @@ class GammaPoisson(_UnknownRate):
         weight = 1 / (rate + 1)
         kept = rate * weight
         remainder = stirling_remainder(shape)
-        constant = -0.5 * jnp.log1p(1 / rate)
+        constant = -0.5 * log1p_nonnegative(1 / rate)
         return shape, shape / rate, kept / shape, weight, kept, constant, remainder
 
     def score(self, table, x):

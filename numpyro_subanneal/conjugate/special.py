@@ -95,7 +95,7 @@ def stirling_remainder(z: Array) -> Array:
     else:
         value = _remainder_in_double(shifted)
     low = jnp.where(small, z, 1)
-    return value + jnp.where(small, (low + 0.5) * jnp.log1p(1 / low) - 1, 0)
+    return value + jnp.where(small, (low + 0.5) * jnp.log(1 + 1 / low) - 1, 0)
 
 
 def _remainder_in_double(z: Array) -> Array:
@@ -156,13 +156,46 @@ def factorial_remainder(x: Array) -> Array:
 def log_binomial(x: Array, y: Array) -> Array:
     r""":math:`\log\binom{x + y}{x}` for ``x, y >= 0``, not only integers."""
     x, y = _floats(x, y)
-    total = x + y
+    return _log_binomial(x, y, stirling_remainder)
 
-    def part(a, b):
-        safe = jnp.where(a > 0, a, 1)
-        return jnp.where(a > 0, a * jnp.log1p(b / safe), 0) - factorial_remainder(a)
 
-    return part(x, y) + part(y, x) + factorial_remainder(total)
+def log_binomial_of_integers(x: Array, y: Array) -> Array:
+    """:func:`log_binomial` of integers, with fewer logarithms: it is computed of every
+    cell at every move."""
+    x, y = _floats(x, y)
+    return _log_binomial(x, y, lambda z: remainder_from_one(z, 1 / z))
+
+
+def _log_binomial(x, y, remainder):
+    # By Stirling's formula, with one logarithm for the roots of all three factorials.
+    sizes = x, y, x + y
+    some = tuple(n > 0 for n in sizes)
+    safe = tuple(jnp.where(s, n, 1) for s, n in zip(some, sizes, strict=True))
+    root = tuple(
+        jnp.where(s, 2 * jnp.pi * n, 1) for s, n in zip(some, safe, strict=True)
+    )
+    left = tuple(jnp.where(s, remainder(n), 0) for s, n in zip(some, safe, strict=True))
+    return (
+        x * log1p_nonnegative(y / safe[0])
+        + y * log1p_nonnegative(x / safe[1])
+        + 0.5 * jnp.log(root[2] / root[0] / root[1])
+        + left[2]
+        - left[0]
+        - left[1]
+    )
+
+
+def log_factorial_parts(x: Array) -> tuple[Array, Array]:
+    r"""
+    :math:`\log x! - x\log x + x` and :math:`\log x!` of integers ``x >= 0``,
+    elementwise, with one logarithm.
+    """
+    some = x > 0
+    safe = jnp.where(some, x, 1)
+    log_x = jnp.log(safe)
+    remainder = 0.5 * (jnp.log(2 * jnp.pi) + log_x) + remainder_from_one(safe, 1 / safe)
+    remainder = jnp.where(some, remainder, 0)
+    return remainder, remainder + x * (log_x - 1)
 
 
 def log_split(xa: Array, xb: Array, wa: Array, wb: Array) -> Array:
