@@ -51,6 +51,11 @@ from numpyro_subanneal import posterior as posterior_module
 # Most of the time is that of compiling.
 pytestmark = pytest.mark.quickly_compiled
 
+# Few clusters compile sooner; that all of them get occupied is warned of.
+few_clusters = pytest.mark.filterwarnings(
+    "ignore:All . clusters of the model:UserWarning"
+)
+
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
 
 
@@ -1274,6 +1279,7 @@ def new_run():
     return MCMC(kernel(), **RUN, progress_bar=False)
 
 
+@few_clusters
 def test_a_posterior_is_made_of_a_run():
     mcmc = new_run()
     refused(lambda: Posterior.from_mcmc(mcmc), "run")
@@ -1293,6 +1299,7 @@ def test_a_posterior_is_made_of_a_run():
     np.testing.assert_array_equal(again.partition(), z)
 
 
+@few_clusters
 def test_cross_validation_scores_rows_that_it_was_not_trained_with():
     options = dict(RUN, rng_key=random.key(1), held_out=1 / 4)
     found = cross_validate(kernel(), BLOBS, num_splits=2, **options)
