@@ -160,15 +160,16 @@ class LinearSchedule(AbstractSchedule):
         return Steps(added, added * churn)
 
 
+def _is_integer(x: object) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
 def _check_churn(churn: int | None) -> None:
-    if churn is None:
+    if churn is None or (_is_integer(churn) and 0 <= churn <= _MOST_MOVES):
         return
-    integer = isinstance(churn, int | np.integer) and not isinstance(churn, bool)
-    if not integer or not 0 <= churn <= _MOST_MOVES:
-        raise ValueError(
-            f"`churn` must be a nonnegative integer, at most {_MOST_MOVES}, got "
-            f"{churn!r}."
-        )
+    raise ValueError(
+        f"`churn` must be a nonnegative integer, at most {_MOST_MOVES}, got {churn!r}."
+    )
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,7 @@ class AcceleratingSchedule(AbstractSchedule):
     def __post_init__(self):
         _check_churn(self.churn)
         size = self.small_size
-        integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if not integer or size < 1:
+        if not _is_integer(size) or size < 1:
             raise ValueError(f"`small_size` must be a positive integer, got {size!r}.")
 
     def steps(self, num_rows, num_warmup):
