@@ -24,12 +24,17 @@ def compile_for(fn: Callable, *args: Any, quickly: bool = False) -> Callable:
     return jax.jit(fn).lower(*args).compile(compiler_options=options)
 
 
-@lru_cache(maxsize=1)
-def quick_options() -> dict[str, Any]:
-    """Options with which XLA takes less than half of the time to compile."""
+@lru_cache
+def quick_options(level: int = 0) -> dict[str, Any]:
+    """
+    Options with which XLA takes less than half of the time to compile.
+
+    :param int level: of optimization; at level 1 the program is slower by half or so,
+        at level 0 several times.
+    """
     options: dict[str, Any] = {}
     for name, value in (
-        ("xla_backend_optimization_level", 0),
+        ("xla_backend_optimization_level", level),
         ("xla_cpu_use_fusion_emitters", False),
     ):
         # Not every version knows them.

@@ -992,9 +992,26 @@ def _log_eppf(
     gap = (num_rows - counts).astype(dtype) + beside
     gap = jnp.where(counts > 0, gap, 0.0)
 
-    def log_rising(start, length):
-        remainder = _stirling_remainder(start + length) - _stirling_remainder(start)
-        return (start - 0.5) * jnp.log1p(length / start) + remainder
+    # NB: of all arguments at once, since each call is compiled.
+    batch = jnp.broadcast_shapes(*(x.shape[:-1] for x in (a, b, m)))
+    ends = np.cumsum([m.shape[-1], 1, 1])
+    remainders = jnp.split(
+        _stirling_remainder(
+            jnp.concatenate(
+                [
+                    jnp.broadcast_to(x, (*batch, x.shape[-1]))
+                    for x in (a + m, a, b + rest, b)
+                ],
+                -1,
+            )
+        ),
+        ends,
+        axis=-1,
+    )
+
+    def log_rising(start, length, remainder, of_start):
+        leading = (start - 0.5) * jnp.log1p(length / start)
+        return leading + (remainder - of_start)
 
     def of_parameters(start, length):
         # length log(1 + start / length), whose counterpart is in `log_rising`.
@@ -1003,13 +1020,14 @@ def _log_eppf(
             some, length * jnp.log1p(start / jnp.where(some, length, 1)), 0
         )
 
+    log_rising_old = log_rising(a, m, *remainders[:2])
     if relative:
         # Over the log of prod_k m_k^m_k / rest^rest.
-        log_old = (of_parameters(a, m) + log_rising(a, m)).sum(-1)
+        log_old = (of_parameters(a, m) + log_rising_old).sum(-1)
         log_old = log_old - of_parameters(b, rest)[..., 0]
     else:
-        log_old = (m * _log_ratio(a + m, b + rest, gap) + log_rising(a, m)).sum(-1)
-    log_eppf = log_new + log_old - log_rising(b, rest)[..., 0]
+        log_old = (m * _log_ratio(a + m, b + rest, gap) + log_rising_old).sum(-1)
+    log_eppf = log_new + log_old - log_rising(b, rest, *remainders[2:])[..., 0]
     if num_components is None:
         return log_eppf
     return jnp.where((num_clusters > num_components)[..., 0], -jnp.inf, log_eppf)

@@ -273,7 +273,7 @@ class Grid(CheckedParameters, Distribution):
     # NB: inside, for it would warn of indices before they are refused.
     @validate_sample
     def _log_prob(self, value: ArrayLike) -> jax.Array:
-        return _log_prob_at(value, _as_new(self.values), self.logits)
+        return log_prob_at(value, _as_new(self.values), self.logits)
 
     def enumerate_support(self, expand: bool = True) -> jax.Array:
         """
@@ -500,7 +500,14 @@ def _refuse_indices(value: ArrayLike) -> None:
 
 
 @jax.jit
-def _log_prob_at(value: ArrayLike, values: ArrayLike, logits: jax.Array) -> jax.Array:
+def log_prob_at(value: ArrayLike, values: ArrayLike, logits: jax.Array) -> jax.Array:
+    """
+    Log probability of values under grids.
+
+    :param value: shape ``(...)``.
+    :param values: points, shape ``(*batch, G)``.
+    :param logits: log probabilities of the points by their position, likewise.
+    """
     terms = jnp.where(_is_at(value, values), logits, -jnp.inf)
     return jax.nn.logsumexp(terms, -1)
 

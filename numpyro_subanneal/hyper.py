@@ -34,11 +34,13 @@ import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 
 from numpyro_subanneal import rows
-from numpyro_subanneal.compiling import compile_for
+from numpyro_subanneal.compiling import compile_for, hoist
+from numpyro_subanneal.grid import Grid, log_prob_at
 from numpyro_subanneal.reading import (
     HyperSite,
     Plan,
     each_view,
+    finite_prior,
     first_values,
     read,
     read_prior,
@@ -77,23 +79,18 @@ class Target(NamedTuple):
         Logarithms of the factors of the sites `names`, each with the batch shape of the
         site, that of an observed mixture without its rows; up to constants.
         """
-        found = []
+        found = {}
+        for b, block in enumerate(self.plan.blocks):
+            wanted = [i for i, site in enumerate(block.sites) if site.name in names]
+            # All at once take no longer to compile than one.
+            together = len(wanted) > 1 and len(wanted) == len(block.sites)
+            for own in [wanted] if together else [[i] for i in wanted]:
+                found |= self._of_mixtures(b, own, trace)
         for name in names:
             if name in self.plan.assigned:
-                found.append(self._of_assignments(name, trace))
-            elif name in self._mixtures:
-                found.append(self._of_mixture(*self._mixtures[name], trace))
-            else:
-                found.append(_log_prob(trace[name]))
-        return found
-
-    @property
-    def _mixtures(self) -> dict[str, tuple[int, int]]:
-        return {
-            shape.name: (b, i)
-            for b, block in enumerate(self.plan.blocks)
-            for i, shape in enumerate(block.sites)
-        }
+                found[name] = self._of_assignments(name, trace)
+        found |= _log_probs(trace, [name for name in names if name not in found])
+        return [found[name] for name in names]
 
     def _of_assignments(self, name, trace):
         plan = self.plan
@@ -116,30 +113,78 @@ class Target(NamedTuple):
             return prior.log_prob_of_parameters(self.clusters.counts)
         return prior.log_eppf_of_parameters(self.clusters.counts)
 
-    def _of_mixture(self, b, i, trace):
+    def _of_mixtures(self, b, chosen, trace):
+        """Of sites of block `b`: one, or all."""
         whole = self.plan.blocks[b]
-        shape = whole.sites[i]
-        block, like, stats = whole.part(
-            i, self.components[b].hyper, self.clusters.stats[b]
+        block, like, stats = whole, self.components[b].hyper, self.clusters.stats[b]
+        if len(chosen) < len(whole.sites):
+            block, like, stats = whole.part(*chosen, like, stats)
+        hyper = block.repack(
+            like,
+            [
+                site_hyperparameters(block.pair, site, trace, self.plan.capacity)
+                for site in block.sites
+            ],
         )
-        values = site_hyperparameters(block.pair, shape, trace, self.plan.capacity)
-        hyper = block.repack(like, [values])
         occupied = self.clusters.counts > 0
         if self.plan.viewed:
-            start = sum(site.num_features for site in whole.sites[:i])
+            start = sum(site.num_features for site in whole.sites[: chosen[0]])
             view = self.plan.layout.index(self.clusters.labels)[b]
             occupied = occupied[view[start : start + block.num_features]]
-        found = block.evidence(like, hyper, stats, occupied)
-        return found.reshape(shape.feature_shape)
+        each = block.evidence(like, hyper, stats, occupied)
+        ends = np.cumsum([site.num_features for site in block.sites])[:-1]
+        return {
+            site.name: part.reshape(site.feature_shape)
+            for site, part in zip(block.sites, jnp.split(each, ends), strict=True)
+        }
 
 
 def _log_prob(site: Mapping[str, Any]) -> Array:
     fn, value = site["fn"], site["value"]
-    log_prob = fn.log_prob(value)
-    if not isinstance(peel(fn), dist.Unit):
+    # NB: validation looks at the support too, and what it finds of traced values goes
+    # into the program.
+    with numpyro.validation_enabled(False):
+        log_prob = fn.log_prob(value)
+    if not isinstance(peel(fn), dist.Unit | Grid):
         # Outside of their supports some densities of NumPyro are not zero.
         log_prob = jnp.where(fn.support(value), log_prob, -jnp.inf)
     return log_prob if site["scale"] is None else site["scale"] * log_prob
+
+
+def _log_probs(trace: Mapping[str, dict], names: Sequence[str]) -> dict[str, Array]:
+    """Log densities of hyperparameters by name."""
+    grids = [
+        name
+        for name in names
+        if isinstance(peel(trace[name]["fn"]), Grid)
+        and not trace[name]["fn"].event_dim
+        and trace[name]["scale"] is None
+    ]
+    if len(grids) < 2:
+        grids = []
+    found = {name: _log_prob(trace[name]) for name in names if name not in grids}
+    if not grids:
+        return found
+    # All grids as one, since each takes long to compile.
+    priors = [finite_prior(trace[name]) for name in grids]
+    most = max(len(support) for support, _ in priors)
+
+    def joined(parts, fill=None):
+        filled = [_filled(x, most, x[-1] if fill is None else fill) for x in parts]
+        dtype = jnp.result_type(*filled)
+        flat = [x.astype(dtype).reshape(most, -1) for x in filled]
+        return jnp.concatenate(flat, 1).T
+
+    values = [jnp.asarray(trace[name]["value"]) for name in grids]
+    each = log_prob_at(
+        jnp.concatenate([value.reshape(-1) for value in values]),
+        joined([support for support, _ in priors]),
+        joined([weights for _, weights in priors], -jnp.inf),
+    )
+    ends = np.cumsum([value.size for value in values])[:-1]
+    for name, value, part in zip(grids, values, jnp.split(each, ends), strict=True):
+        found[name] = part.reshape(value.shape)
+    return found
 
 
 def log_prior(plan: Plan, trace: Mapping[str, dict], clusters: Clusters) -> Array:
@@ -148,8 +193,9 @@ def log_prior(plan: Plan, trace: Mapping[str, dict], clusters: Clusters) -> Arra
     into views, if there is one, in nats; without the hyperparameters of vacant views.
     """
     total = jnp.zeros(())
+    log_probs = _log_probs(trace, [site.name for site in plan.hyper])
     for site in plan.hyper:
-        log_prob = _log_prob(trace[site.name])
+        log_prob = log_probs[site.name]
         if site.per_view is not None:
             names = [p.name for p in plan.partitions]
             i = names.index(site.per_view)
@@ -187,17 +233,27 @@ def update(
     values = dict(values)
     groups = {name: tuple(group) for group in joint for name in group}
     sites = {site.name: site for site in target.plan.hyper}
-    done: set[str] = set(skip)
-    for name, site in sites.items():
-        if name in done:
+    left = [site for name, site in sites.items() if name not in skip]
+    alone = [
+        site
+        for site in left
+        if site.finite and site.name not in groups and _is_separable(site)
+    ]
+    rounds = _rounds(alone)
+    num = len(rounds) + len(left) - len(alone)
+    keys = iter(random.split(rng_key, max(1, num)))
+    for chains in rounds:
+        values |= _enumerate_chains(next(keys), target, chains, values)
+    done = {site.name for site in alone}
+    for site in left:
+        if site.name in done:
             continue
-        group = [sites[n] for n in groups.get(name, (name,))]
+        group = [sites[n] for n in groups.get(site.name, (site.name,))]
         done.update(s.name for s in group)
-        rng_key, key = random.split(rng_key)
         if site.finite:
-            values |= _enumerate(key, target, group, values)
+            values |= _enumerate(next(keys), target, group, values)
         else:
-            values[name] = _slice(key, target, site, values)
+            values[site.name] = _slice(next(keys), target, site, values)
     return values
 
 
@@ -365,6 +421,125 @@ def _reducible(conditional: _Conditional, values: Values) -> bool:
 
 
 # --- finite support -----------------------------------------------------------------
+
+
+def _is_separable(site: HyperSite) -> bool:
+    return site.separable or np.prod(site.shape, dtype=int) == 1
+
+
+def _rounds(sites: Sequence[HyperSite]) -> list[list[list[HyperSite]]]:
+    """
+    Sites in chains, those that share factors and have one shape, and chains of the same
+    length together, no two of which share a factor: given all else, the first members
+    of these are independent, and the second. So one program serves all of them.
+    """
+    factors: dict[int, set[str]] = {}  # of what is connected by them
+    members: dict[int, list[HyperSite]] = {}
+    for i, site in enumerate(sites):
+        factors[i], members[i] = set(site.factors), [site]
+        for j in range(i):
+            if j in factors and factors[j] & factors[i]:
+                factors[i] |= factors.pop(j)
+                members[i] = members.pop(j) + members[i]
+    order = {site.name: i for i, site in enumerate(sites)}
+    rounds: dict[tuple[int, int], list[list[HyperSite]]] = {}
+    for connected in members.values():
+        chains: dict[tuple[int, ...], list[HyperSite]] = {}
+        for site in sorted(connected, key=lambda site: order[site.name]):
+            chains.setdefault(site.shape, []).append(site)
+        for n, chain in enumerate(chains.values()):
+            rounds.setdefault((n, len(chain)), []).append(chain)
+    return list(rounds.values())
+
+
+def _enumerate_chains(
+    rng_key: Array,
+    target: Target,
+    chains: Sequence[Sequence[HyperSite]],
+    values: Values,
+) -> dict[str, Array]:
+    """
+    Draw sites from their full conditionals, those of each chain in turn, the n-th ones
+    of all chains at once.
+    """
+    length = len(chains[0])
+    names = [site.name for chain in chains for site in chain]
+    sizes = [int(np.prod(chain[0].shape, dtype=int)) for chain in chains]
+    # What a chain's sites weigh in besides their own priors.
+    factors = [
+        tuple(
+            dict.fromkeys(f for site in chain for f in site.factors if f != site.name)
+        )
+        for chain in chains
+    ]
+    every = tuple(dict.fromkeys(f for own in factors for f in own))
+
+    def draw(i, current):
+        trace = target.trace({**values, **current})
+        places, priors, candidates = [], [], {}
+        for chain in chains:
+            found = [finite_prior(trace[site.name]) for site in chain]
+            most = max(len(support) for support, _ in found)
+            # Filled up with what has no weight.
+            supports = [_filled(s, most, s[-1]) for s, _ in found]
+            weights = [_filled(w, most, -jnp.inf) for _, w in found]
+            if length == 1:
+                (support,), (weight,) = supports, weights
+            else:
+                support, weight = jnp.stack(supports)[i], jnp.stack(weights)[i]
+            places.append(support)
+            priors.append(weight)
+        most = max(len(support) for support in places)
+        for chain, support in zip(chains, places, strict=True):
+            support = _filled(support, most, support[-1])
+            for n, site in enumerate(chain):
+                value = current[site.name]
+                if length == 1:
+                    candidates[site.name] = support.astype(value.dtype)
+                else:
+                    candidates[site.name] = jnp.where(
+                        i == n, support.astype(value.dtype), value
+                    )
+
+        def terms(new):
+            moved = target.trace({**values, **new})
+            return dict(zip(every, target.factors(every, moved), strict=True))
+
+        each = jax.vmap(terms)(candidates)
+        key = random.fold_in(rng_key, i)
+        noise = random.gumbel(key, (most, sum(sizes)), mode="high")
+        new, start = {}, 0
+        for chain, own, prior, size in zip(chains, factors, priors, sizes, strict=True):
+            shape = chain[0].shape
+            total = _filled(prior, most, -jnp.inf)
+            for name in own:
+                term = jax.vmap(lambda t, shape=shape: _sum_to(t, shape))(each[name])
+                for n, site in enumerate(chain):
+                    if site.name == name:  # its prior is in `prior` when it moves
+                        term = jnp.where(i == n, 0, term)
+                total += term
+            total = jnp.where(jnp.isnan(total), -jnp.inf, total)
+            # Gumbel-max.
+            part = noise[:, start : start + size].reshape(total.shape)
+            chosen = jnp.argmax(total + part.astype(total.dtype), 0)[None]
+            start += size
+            for site in chain:
+                value = jnp.broadcast_to(candidates[site.name], total.shape)
+                new[site.name] = jnp.take_along_axis(value, chosen, 0)[0]
+        return new
+
+    start = {name: jnp.asarray(values[name]) for name in names}
+    if length == 1:
+        return draw(0, start)
+    # What does not depend on the values, such as quantiles of the data, comes once.
+    step = hoist(draw, jnp.int32(0), start)
+    return lax.fori_loop(0, length, step, start)
+
+
+def _filled(x: Array, num: int, value: Any) -> Array:
+    """`x` with `value` added on its first axis up to a length of `num`."""
+    more = jnp.broadcast_to(jnp.asarray(value, x.dtype), (num - len(x), *x.shape[1:]))
+    return jnp.concatenate([x, more]) if len(more) else x
 
 
 def _enumerate(

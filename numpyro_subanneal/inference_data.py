@@ -13,12 +13,11 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 from numpyro.infer import MCMC
-from numpyro.infer.initialization import init_to_sample
 
 from numpyro_subanneal.kernel import SubsampleAnnealedGibbs
 from numpyro_subanneal.posterior import Imputation, Posterior
 from numpyro_subanneal.reading import Plan
-from numpyro_subanneal.skeleton import Args, Kwargs, Model, run_trace
+from numpyro_subanneal.skeleton import Args, Kwargs, Model, feasible, run_trace
 from numpyro_subanneal.typing import Array
 
 # Statistics that a composite kernel has as `block_states.<i>.<name>`.
@@ -259,7 +258,7 @@ def _axes(model: Model, args: Args, kwargs: Kwargs, plan: Plan | None):
     found: dict[str, _Axes] = {}
 
     def read():
-        for name, site in run_trace(model, args, kwargs, init_to_sample).items():
+        for name, site in run_trace(model, args, kwargs, feasible).items():
             if site["type"] in ("sample", "deterministic"):
                 found[name] = _axes_of(site)
 

@@ -24,7 +24,7 @@ from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading, rows
 from numpyro_subanneal.columns import FeatureMoves, FeatureRecord, move_features
-from numpyro_subanneal.compiling import compile_for
+from numpyro_subanneal.compiling import compile_for, quick_options
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
 from numpyro_subanneal.splitmerge import (
     Record,
@@ -108,7 +108,7 @@ _SPLIT_MERGE = SplitMerge()
 _FEATURE_MOVES = FeatureMoves()
 
 # What a kernel finds out in `init` that is of that kernel and process alone.
-_NOT_COPIED = ("_read_for", "_hyper", "_init_fn", "_sample_fn")
+_NOT_COPIED = ("_read_for", "_hyper", "_init_fn", "_init_programs", "_sample_fn")
 
 
 def _identity(args, kwargs):
@@ -277,6 +277,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self._hyper: MCMCKernel | None = None
         self._num_hyper_warmup = 0
         self._init_fn: Callable | None = None
+        self._init_programs: dict[tuple[bool, bool], Callable] | None = None
         self._sample_fn: Callable | None = None
         self._warned = False
 
@@ -393,17 +394,28 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         rebuild, arrays = reading.with_array_arguments(model_args, model_kwargs)
         if self._init_fn is None:
             self._hyper = self._make_hyper_kernel()
-            self._init_fn = jax.jit(partial(self._init_one, rebuild, composite))
-        init_fn = self._init_fn
+            self._init_fn = partial(self._init_one, rebuild, composite)
+            self._init_programs = {}
         # It should be adapted to all rows, but have done so when the warm-up ends.
         first_size = self._plan.num_rows if self._schedule.starts_full else 0
         updates = steps.num_turnovers(first_size) * self._num_hyper_updates
         self._num_hyper_warmup = int(0.95 * updates)
-        if not is_prng_key(rng_key):
-            init_fn = jax.vmap(init_fn, in_axes=(0, 0, None, None))
         self._sample_fn = self._sample_one
         self._warned = False
-        return init_fn(rng_key, given, steps, arrays)
+        return self._init_program(rng_key, given)(rng_key, given, steps, arrays)
+
+    def _init_program(self, rng_key, given) -> Callable:
+        batched = not is_prng_key(rng_key)
+        leaves = jax.tree.leaves((rng_key, given))
+        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if (batched, traced) not in self._init_programs:
+            fn = self._init_fn
+            if batched:
+                fn = jax.vmap(fn, in_axes=(0, 0, None, None))
+            # It runs once a chain. Options are for programs of their own alone.
+            options = None if traced else quick_options(level=1)
+            self._init_programs[batched, traced] = jax.jit(fn, compiler_options=options)
+        return self._init_programs[batched, traced]
 
     def _recognise(self, args, kwargs) -> None:
         # Chains run in sequence call `init` each, with the same arguments. What other

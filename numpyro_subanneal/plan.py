@@ -26,7 +26,6 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.distributions.discrete import CategoricalLogits, CategoricalProbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
-from numpyro.infer.initialization import init_to_sample
 
 from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal.compiling import compile_for
@@ -52,6 +51,7 @@ from numpyro_subanneal.skeleton import (
     Site,
     Skeleton,
     cell_mask,
+    feasible,
     partial_mask_message,
     read_skeleton,
     run_trace,
@@ -611,7 +611,7 @@ class _Reader:
             factors = tuple(n for n in behind if n == name or name in behind[n])
             finite = site.finite and site.discrete
             of = per_view.get(name)
-            found.append(HyperSite(name, finite, factors, per_view=of))
+            found.append(HyperSite(name, finite, site.shape, factors, per_view=of))
             how = "enumerated" if finite else "real"
             if of is not None:
                 how += f"; for each view of '{of}'"
@@ -910,7 +910,7 @@ class _Reader:
             return values, live
 
         def read():
-            trace = run_trace(self.model, self.args, self.kwargs, init_to_sample)
+            trace = run_trace(self.model, self.args, self.kwargs, feasible)
             found.append(collect(trace))
 
         jax.eval_shape(read)
@@ -921,12 +921,10 @@ class _Reader:
             fn, arrays = with_array_arguments(self.args, self.kwargs)
 
             def compute(arrays):
-                values, live = collect(
-                    run_trace(self.model, *fn(arrays), init_to_sample)
-                )
+                values, live = collect(run_trace(self.model, *fn(arrays), feasible))
                 return {name: values[name] for name in traced}, live
 
-            computed, live = compile_for(compute, arrays)(arrays)
+            computed, live = compile_for(compute, arrays, quickly=True)(arrays)
             values |= computed
         return (
             {name: np.asarray(value) for name, value in values.items()},

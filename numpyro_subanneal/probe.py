@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import numpyro.distributions as dist
-from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_subanneal.compiling import compile_for
 from numpyro_subanneal.conjugate.base import AbstractConjugatePair, Hyper, SiteShape
@@ -26,7 +25,12 @@ from numpyro_subanneal.reading import (
     read_prior,
     with_array_arguments,
 )
-from numpyro_subanneal.skeleton import NotRecognised, peel, run_trace
+from numpyro_subanneal.skeleton import (
+    NotRecognised,
+    at_unconstrained,
+    peel,
+    run_trace,
+)
 from numpyro_subanneal.typing import Array
 
 _TOLERANCE = 1e-6
@@ -149,16 +153,16 @@ class Prober:
         others = self.rng.permutation(self.num_rows)[:_NUM_PROBED].astype(np.int32)
         self.rows = np.concatenate([spread, others])
         self.x = {shape.name: data[shape.name][self.rows] for _, shape in shapes}
-        seed = np.uint32(0)
-        draw = compile_for(self._random_theta, seed, self.arrays)
-        first, second = (jax.device_get(draw(seed + i, self.arrays)) for i in range(2))
+        draw = compile_for(self._random_theta, self.arrays, quickly=True)
+        first, second = jax.device_get(draw(self.arrays))
         own = {name: first[name] for name in self.hyper_sites}
         self.theta = [first, second | own]
         # Other values of the hyperparameters, and the same cluster parameters.
         self.other_hyper = first | {name: second[name] for name in self.hyper_sites}
         self._evaluate = compile_for(
-            self._compute, self._zeros(), self.theta[0], self.rows, self.x, self.arrays
-        )
+            self._compute, self._zeros(), self.theta[0], self.rows, self.x, self.arrays,
+            quickly=True,
+        )  # fmt: skip
 
     def _zeros(self) -> Labels:
         """All rows in the first cluster, all features in the first view."""
@@ -168,28 +172,34 @@ class Prober:
                 labels[p.features] = np.zeros(p.num_elements, np.int32)
         return labels
 
-    def _random_theta(self, seed, arrays):
-        """Values of the cluster sites and hyperparameters, spread over their
-        supports."""
+    def _random_theta(self, arrays):
+        """Two sets of values of the cluster sites and hyperparameters, spread over
+        their supports."""
 
         zeros = self._zeros()
+
+        def draw(shape):
+            # NB: by NumPy. JAX would compile its random numbers for every site.
+            return jnp.asarray(self.rng.uniform(-1, 1, shape), float)
 
         def pick(site):
             if site["name"] in zeros:
                 return jnp.asarray(zeros[site["name"]])
             if site["name"] in self.imputed:
                 return None
-            if site["type"] == "sample" and not site["is_observed"]:
-                return init_to_uniform(site, radius=1)
-            return None
+            return at_unconstrained(site, draw)
 
         args, kwargs = self.rebuild(arrays)
-        trace = run_trace(self.model, args, kwargs, pick, random.key(seed))
         names = [name for _, shape in self.shapes for _, name in shape.roles]
         names.extend(self.hyper_sites)
         if self.weights is not None:
             names.append(self.weights)
-        return {name: _in_double(trace[name]["value"]) for name in names}
+
+        def one(seed):
+            trace = run_trace(self.model, args, kwargs, pick, random.key(seed))
+            return {name: _in_double(trace[name]["value"]) for name in names}
+
+        return one(0), one(1)
 
     def _compute(self, labels, theta, rows, x, arrays):
         args, kwargs = self.rebuild(arrays)
@@ -298,7 +308,7 @@ class Prober:
         def parameters(roles):
             return {s.name: p.parameters(roles[s.name]) for p, s in self.shapes}
 
-        return jax.device_get(compile_for(parameters, roles)(roles))
+        return jax.device_get(compile_for(parameters, roles, quickly=True)(roles))
 
     # --- the prior -----------------------------------------------------------------
 
@@ -445,7 +455,7 @@ class Prober:
             }
 
         args = self.theta[0], self.arrays
-        return jax.device_get(compile_for(compute, *args)(*args))
+        return jax.device_get(compile_for(compute, *args, quickly=True)(*args))
 
     # --- views ---------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax import random
 import jax.numpy as jnp
 import numpy as np
 
+import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
-from numpyro.infer.initialization import init_to_feasible, init_to_uniform
 
 from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
@@ -22,12 +23,16 @@ from numpyro_subanneal.conjugate.base import (
     SiteShape,
 )
 from numpyro_subanneal.distributions import PartitionDistribution
+from numpyro_subanneal.grid import Grid
 from numpyro_subanneal.rows import Component, Prior
 from numpyro_subanneal.skeleton import (
     Args,
     Kwargs,
     Model,
+    at_unconstrained,
     cell_mask,
+    feasible,
+    masks,
     peel,
     run_trace,
 )
@@ -80,6 +85,7 @@ class HyperSite:
 
     - **name** - its name.
     - **finite** - whether its support is finite, so that it can be enumerated.
+    - **shape** - of its value.
     - **factors** - sites whose factors of the collapsed model depend on it: those of
       the assignments, of observed sites and of hyperparameters, itself included.
     - **separable** - whether its elements are independent given all else, as those of
@@ -90,6 +96,7 @@ class HyperSite:
 
     name: str
     finite: bool
+    shape: tuple[int, ...]
     factors: tuple[str, ...]
     separable: bool = True
     per_view: str | None = None
@@ -268,7 +275,7 @@ def trace_at(
             return values[name]
         if name in plan.assigned:
             return jnp.zeros(plan.assigned[name], jnp.int32)
-        return None if name in plan.imputed else init_to_feasible(site)
+        return None if name in plan.imputed else feasible(site)
 
     if not visible:
         with handlers.block():
@@ -286,24 +293,72 @@ def first_values(
 ) -> dict[str, Array]:
     """
     Values for the hyperparameters to start from: draws of those of finite support, and
-    of the others what :func:`~numpyro.infer.initialization.init_to_uniform` gives.
+    of the others the like of :func:`~numpyro.infer.initialization.init_to_uniform`.
     """
-    names = {site.name for site in plan.hyper}
+    if not plan.hyper:
+        return {}
+    # NB: one draw for all sites, since each would be compiled.
+    sizes = [int(np.prod(site.shape, dtype=int)) for site in plan.hyper]
+    rng_key, key = random.split(rng_key)
+    noise = jnp.split(random.uniform(key, (sum(sizes),)), np.cumsum(sizes)[:-1])
+    noise = {site.name: u for site, u in zip(plan.hyper, noise, strict=True)}
+    finite = {site.name: site.shape for site in plan.hyper if site.finite}
 
     def pick(site):
         if site["type"] != "sample" or site["is_observed"]:
             return None
-        if site["name"] in plan.assigned:
-            return jnp.zeros(plan.assigned[site["name"]], jnp.int32)
-        if site["name"] not in names:
-            return None if site["name"] in plan.imputed else init_to_feasible(site)
-        return init_to_uniform(site)
+        name = site["name"]
+        if name in plan.assigned:
+            return jnp.zeros(plan.assigned[name], jnp.int32)
+        if name not in noise:
+            return None if name in plan.imputed else feasible(site)
+        u = noise[name]
+        if name not in finite:
 
-    if not names:
-        return {}
+            def draw(shape):
+                # No more coordinates than elements, but for supports of a user's own.
+                size = int(np.prod(shape, dtype=int))
+                wide = jnp.resize(u, size) if size > u.size else u[:size]
+                return 4 * wide.reshape(shape) - 2
+
+            return at_unconstrained(site, draw)
+        found = finite_prior(site)
+        if found is None:
+            return None
+        support, log_weights = found
+        below = jnp.cumsum(jax.nn.softmax(log_weights, 0), 0)
+        # NB: the last one is 1 but for rounding.
+        index = jnp.sum(u.reshape(finite[name]) >= below[:-1], 0, keepdims=True)
+        return jnp.take_along_axis(support, index, 0)[0]
+
     with handlers.block():
         trace = run_trace(model, args, kwargs, pick, rng_key)
-    return {name: jnp.asarray(trace[name]["value"]) for name in names}
+    return {name: jnp.asarray(trace[name]["value"]) for name in noise}
+
+
+def finite_prior(site: Mapping[str, Any]) -> tuple[Array, Array] | None:
+    """
+    Values of a latent site of finite support and the logarithms of their weights,
+    ``[values, *batch]``; None of a distribution that is made an event.
+    """
+    fn = site["fn"]
+    if fn.event_dim:
+        return None
+    support = fn.enumerate_support(expand=True)
+    base = peel(fn)
+    if isinstance(base, Grid) and not masks(fn):
+        # By position, not by value, which would have to be looked for.
+        log_weights = jnp.moveaxis(base.logits, -1, 0)
+        ones = (1,) * (support.ndim - log_weights.ndim)
+        log_weights = log_weights.reshape(len(support), *ones, *log_weights.shape[1:])
+    else:
+        with numpyro.validation_enabled(False):  # see `hyper._log_prob`
+            log_weights = fn.log_prob(support)
+        # A value that is listed more than once has all its probability each time.
+        log_weights -= jnp.log((support[:, None] == support).sum(1))
+    if site["scale"] is not None:
+        log_weights = site["scale"] * log_weights
+    return support, jnp.broadcast_to(log_weights, support.shape)
 
 
 def site_hyperparameters(
@@ -438,7 +493,7 @@ def redraw(
             return values[name]
         if name in plan.assigned:
             return jnp.zeros(plan.assigned[name], jnp.int32)
-        return None if name in plan.imputed else init_to_feasible(site)
+        return None if name in plan.imputed else feasible(site)
 
     with handlers.block():
         trace = run_trace(model, args, kwargs, pick, rng_key)

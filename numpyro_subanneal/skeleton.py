@@ -18,7 +18,7 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
-from numpyro.infer.initialization import init_to_sample
+from numpyro.infer.util import helpful_support_errors
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_subanneal.typing import Array
@@ -140,9 +140,34 @@ def run_trace(
     rng_key: Array | None = None,
 ) -> dict:
     """Trace `model`, its sites' values chosen by `substitute_fn`, else drawn."""
-    seeded = handlers.seed(model, random.key(0) if rng_key is None else rng_key)
-    substituted = handlers.substitute(seeded, substitute_fn=substitute_fn)
-    return handlers.trace(substituted).get_trace(*args, **kwargs)
+    # NB: no key is made for a site that has a value, and to compile one takes as long
+    # as a good part of the model.
+    substituted = handlers.substitute(model, substitute_fn=substitute_fn)
+    seeded = handlers.seed(substituted, random.key(0) if rng_key is None else rng_key)
+    return handlers.trace(seeded).get_trace(*args, **kwargs)
+
+
+def at_unconstrained(
+    site: Mapping[str, Any], draw: Callable[[tuple[int, ...]], Array]
+) -> Array | None:
+    """
+    The value of a continuous latent site at coordinates on the unconstrained scale,
+    which `draw` makes of their shape; None of any other site.
+    """
+    if site["type"] != "sample" or site["is_observed"]:
+        return None
+    fn = site["fn"]
+    if fn.support.is_discrete:
+        return None
+    with helpful_support_errors(site):
+        transform = dist.biject_to(fn.support)
+    shape = site["kwargs"].get("sample_shape", ())
+    return transform(draw(shape + transform.inverse_shape(fn.shape())))
+
+
+def feasible(site: Mapping[str, Any]) -> Array | None:
+    """Some value in the support of a continuous latent site, without random numbers."""
+    return at_unconstrained(site, jnp.zeros)
 
 
 def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
@@ -156,7 +181,7 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
 
     def read():
         sites, deterministic, subsampled = {}, [], []
-        for name, site in run_trace(model, args, kwargs, init_to_sample).items():
+        for name, site in run_trace(model, args, kwargs, feasible).items():
             if site["type"] == "plate":
                 size, subsample_size = site["args"]
                 if subsample_size is not None and subsample_size != size:

@@ -466,10 +466,10 @@ def _log_ratio_of_merge(scene, c, e):
     counts, slots = clusters.counts, scene.slots
     merged = jnp.where(slots == c, counts[c] + counts[e], counts)
     merged = jnp.where(slots == e, 0, merged)
-    if isinstance(prior, LabelledPrior):
-        total = prior.log_prob(merged) - prior.log_prob(counts)
-    else:
-        total = prior.log_eppf(merged) - prior.log_eppf(counts)
+    log_prob = prior.log_prob if isinstance(prior, LabelledPrior) else prior.log_eppf
+    # At once, since each call is compiled.
+    after, before = jax.vmap(log_prob)(jnp.stack([merged, counts]))
+    total = after - before
     for component, stats in zip(components, clusters.stats, strict=True):
         block, hyper = component.block, component.hyper
         one, two = (jax.tree.map(lambda s, k=k: s[..., k], stats) for k in (c, e))
