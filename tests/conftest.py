@@ -67,6 +67,14 @@ def drop_compiled_programs():
     gc.collect()
 
 
+def pytest_collection_finish():
+    # What is imported stays: not to be gone through at each of the many collections
+    # that tracing sets off, which are a twentieth of all time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
+
+
 def pytest_collection_modifyitems(items):
     rank = {name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
