@@ -93,6 +93,7 @@ def real(
 
     .. doctest::
 
+        >>> from functools import partial
         >>> import numpy as np
         >>> from jax import random
         >>> from numpyro.infer import MCMC
@@ -103,7 +104,8 @@ def real(
         >>> one, two = rng.integers(2, size=(2, 80))
         >>> centres = np.stack([one, one, one, two, two, two], 1) * 6.0
         >>> x = centres + rng.normal(size=(80, 6))
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(crosscat.real), num_warmup=100,
+        >>> model = partial(crosscat.real, num_clusters=8, kappa=0.3, shape=3.0)
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=100,
         ...             num_samples=20, progress_bar=False)
         >>> mcmc.run(random.key(0), x)
         >>> mcmc.get_samples()["view"][-1].tolist()

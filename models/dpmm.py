@@ -69,6 +69,7 @@ def real(
 
     .. doctest::
 
+        >>> from functools import partial
         >>> import numpy as np
         >>> from jax import random
         >>> from numpyro.infer import MCMC
@@ -78,7 +79,8 @@ def real(
         >>> x = np.random.default_rng(0).normal(size=(90, 2))
         >>> x[:30] -= 8
         >>> x[60:] += 8
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(dpmm.real), num_warmup=10,
+        >>> model = partial(dpmm.real, num_clusters=16)
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=10,
         ...             num_samples=20, progress_bar=False)
         >>> mcmc.run(random.key(0), x)
         >>> z = mcmc.get_samples()["z"][-1]

@@ -79,6 +79,7 @@ def real(
 
     .. doctest::
 
+        >>> from functools import partial
         >>> import numpy as np
         >>> from jax import random
         >>> from numpyro.infer import MCMC
@@ -88,7 +89,8 @@ def real(
         >>> x = np.random.default_rng(0).normal(size=(90, 2))
         >>> x[:30] -= 8
         >>> x[60:] += 8
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(pitman_yor.real), num_warmup=10,
+        >>> model = partial(pitman_yor.real, num_clusters=16)
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=10,
         ...             num_samples=20, progress_bar=False)
         >>> mcmc.run(random.key(0), x)
         >>> z = mcmc.get_samples()["z"][-1]

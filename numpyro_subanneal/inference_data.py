@@ -67,7 +67,8 @@ def collect_warmup(mcmc: MCMC) -> Warmup:
         >>> from numpyro_subanneal.models import dpmm
 
         >>> x = np.random.default_rng(0).normal(size=(40, 2))
-        >>> model = partial(dpmm.real, concentration=1.0, kappa=0.3, shape=3.0)
+        >>> fixed = {"concentration": 1.0, "kappa": 0.3, "shape": 3.0}
+        >>> model = partial(dpmm.real, num_clusters=16, **fixed)
         >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=8,
         ...             num_samples=10, progress_bar=False)
         >>> mcmc.warmup(random.key(0), x, collect_warmup=True)
@@ -166,7 +167,8 @@ def to_arviz(
         >>> from numpyro_subanneal.models import dpmm
 
         >>> x = np.array([[1.2, 0.3], [0.9, 0.1], [5.1, 4.2]])
-        >>> model = partial(dpmm.real, concentration=1.0, kappa=0.3, shape=3.0)
+        >>> fixed = {"concentration": 1.0, "kappa": 0.3, "shape": 3.0}
+        >>> model = partial(dpmm.real, num_clusters=3, **fixed)
         >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=5,
         ...             num_samples=10, progress_bar=False)
         >>> mcmc.run(random.key(0), x)

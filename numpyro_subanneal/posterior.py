@@ -129,6 +129,7 @@ class Posterior:
 
     .. doctest::
 
+        >>> from functools import partial
         >>> import numpy as np
         >>> from jax import random
         >>> from numpyro.infer import MCMC
@@ -137,7 +138,8 @@ class Posterior:
 
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(60, 2)) + np.repeat([[-4], [4]], 30, axis=0)
-        >>> mcmc = MCMC(SubsampleAnnealedGibbs(dpmm.real), num_warmup=20,
+        >>> model = partial(dpmm.real, num_clusters=16)
+        >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=20,
         ...             num_samples=50, progress_bar=False)
         >>> mcmc.run(random.key(0), x)
         >>> posterior = Posterior.from_mcmc(mcmc)

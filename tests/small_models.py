@@ -6,7 +6,6 @@
 import math
 from typing import Any, NamedTuple
 
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,26 +15,72 @@ import numpyro.distributions as dist
 from numpyro_subanneal import PitmanYorProcess, testing
 
 
-class SwitchedPrior(NamedTuple):
-    """One of several priors, chosen by an index, so that one program serves all."""
+class TabledPriors(NamedTuple):
+    """
+    One of several priors of at most so many rows, chosen by an index, so that one
+    program serves all. It looks up what they say: programs with a few gamma functions
+    at each of their places take long to compile and to run.
+
+    - **which** - the index, an array.
+    - **existing** - log weight of a cluster of so many rows, ``[priors, N + 1]``.
+    - **new** - that of one more than so many clusters of so many rows,
+      ``[priors, N + 1, N + 1]``.
+    - **eppf** - log EPPF of the sizes with some code, ``[priors, codes]``.
+    """
 
     which: Any
-    priors: tuple[Any, ...]
+    existing: np.ndarray
+    new: np.ndarray
+    eppf: np.ndarray
 
-    def _switch(self, method, *args):
-        branches = [
-            lambda *a, prior=prior: getattr(prior, method)(*a) for prior in self.priors
-        ]
-        return lax.switch(self.which, branches, *args)
+    @classmethod
+    def of(cls, priors, num_rows):
+        numbers = np.arange(num_rows + 1)
+        sizes = np.array(list(_partitions_of_numbers(num_rows)))
+        code = _code(sizes, num_rows)
+        assert len(np.unique(code)) == len(sizes)
+        existing, new, eppf = [], [], []
+        for prior in priors:
+            existing.append(prior.log_weight_existing(numbers))
+            new.append(prior.log_weight_new(numbers[:, None], numbers))
+            eppf.append(np.full(code.max() + 1, np.nan, np.float32))
+            eppf[-1][code] = prior.log_eppf(sizes)
+        return cls(None, *(np.array(t) for t in (existing, new, eppf)))
+
+    def __getitem__(self, which):
+        return self._replace(which=which)
 
     def log_weight_existing(self, counts):
-        return self._switch("log_weight_existing", counts)
+        return jnp.asarray(self.existing)[self.which, counts]
 
     def log_weight_new(self, num_clusters, num_rows):
-        return self._switch("log_weight_new", num_clusters, num_rows)
+        return jnp.asarray(self.new)[self.which, num_clusters, num_rows]
 
     def log_eppf(self, counts):
-        return self._switch("log_eppf", counts)
+        code = _code(counts, self.existing.shape[-1] - 1)
+        return jnp.asarray(self.eppf)[self.which, code]
+
+
+def _partitions_of_numbers(most):
+    """Sizes of clusters in falling order, of at most so many rows in all."""
+
+    def sizes(left, largest, num):
+        if num == 0:
+            yield ()
+            return
+        for n in range(min(left, largest) + 1):
+            for rest in sizes(left - n, n, num - 1):
+                yield (n, *rest)
+
+    return sizes(most, most, most)
+
+
+def _code(sizes, most):
+    """A number that tells how many clusters there are of each size."""
+    digit = np.array([0, *((most + 1) ** np.arange(most))], np.int32)
+    if isinstance(sizes, np.ndarray):
+        return digit[sizes].sum(-1)
+    return jnp.asarray(digit)[sizes].sum(-1)
 
 
 def finite_log_eppf(sizes, concentration, num_components):

@@ -233,7 +233,13 @@ def run(kernel, seed, num_chains=300, num_warmup=3, method="vectorized", thinnin
     return {k: np.asarray(v)[:, DROPPED:] for k, v in draws.items()}
 
 
-@pytest.mark.parametrize("joint", [(), [("alpha", "d"), ("k", "m")]], ids=str)
+@pytest.mark.parametrize(
+    "joint",
+    [
+        pytest.param((), id="()"),
+        pytest.param([("alpha", "d"), ("k", "m")], id="joint", marks=long_runs),
+    ],
+)
 def test_grids_and_partitions_follow_their_joint_posterior(joint):
     # Clusters are split and merged too in the second case, and elsewhere in this file
     # where it is not said that they are not. False alarm: 0.7 % for the six comparisons
@@ -263,6 +269,10 @@ def test_the_grid_posterior_is_spread():
         assert probs.min() > 0.02 and np.abs(probs - prior / prior.sum()).max() > 0.02
 
 
+# All chains of a step wait for the longest trajectory: of at most 7 steps here.
+short_nuts = partial(NUTS, max_tree_depth=3)
+
+
 def assert_continuous(draws):
     probs, bins = exact_by_quadrature()
     check(testing.partition_index(draws["z"], PARTITIONS), probs)
@@ -275,7 +285,7 @@ def assert_continuous(draws):
     "options",
     [
         pytest.param({}, id="slice"),
-        pytest.param({"hyper_kernel": NUTS}, id="nuts", marks=long_runs),
+        pytest.param({"hyper_kernel": short_nuts}, id="nuts", marks=long_runs),
     ],
 )
 def test_continuous_hyperparameters_follow_their_posterior(options):
@@ -289,7 +299,6 @@ def test_continuous_hyperparameters_follow_their_posterior(options):
     )
 
 
-@long_runs
 # NumPyro's own, of thinned samples under `jax.vmap`.
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("first", ["ours", "nuts"])
@@ -298,7 +307,7 @@ def test_a_composite_with_nuts_follows_the_posterior(first):
     ours = SubsampleAnnealedGibbs(continuous_model, split_merge=None)
     blocks = [
         (ours, ["z", "var", "loc", "probs", "alpha", "c"]),
-        (NUTS(continuous_model), None),
+        (short_nuts(continuous_model), None),
     ]
     kernel = Gibbs(blocks if first == "ours" else blocks[::-1])
     draws = run(kernel, 3, num_chains=150, num_warmup=100, method=jax.vmap, thinning=2)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special, stats
-from small_models import SwitchedPrior, finite_log_eppf
+from small_models import TabledPriors, finite_log_eppf
 
 import numpyro
 from numpyro import handlers
@@ -492,9 +492,9 @@ FINITE = 3
 COMPONENTS = np.array([0.2, 0.3, 0.1, 0.4])  # of a mixture of finite mixtures
 
 
-def priors(which):
-    return SwitchedPrior(
-        which,
+@cache
+def priors():
+    return TabledPriors.of(
         (
             ChineseRestaurantProcess(1.3, N),
             PitmanYorProcess(0.5, 0.3, N),
@@ -503,6 +503,7 @@ def priors(which):
             ),
             FiniteDirichletMixture(0.8, FINITE, N),
         ),
+        N,
     )
 
 
@@ -616,6 +617,7 @@ def sampled(name, moves=moves_of_rows, kept=KEPT):
     x = np.repeat(case.x[None].astype(kind), 3, 0)
     x[~masks] = np.nan if kind is np.float32 else -7
     plan = recognise(model, (case, x[0], masks[0]), {})
+    tables = priors()
 
     def chain(rng_key, x, mask, which):
         components = read(plan, model, (case, x, mask), {}, {}).components
@@ -623,7 +625,7 @@ def sampled(name, moves=moves_of_rows, kept=KEPT):
         def step(carry, rng_key):
             z, order = carry
             subsample = Subsample(order, jnp.int32(N))
-            z, order = moves(rng_key, priors(which), components, z, subsample)
+            z, order = moves(rng_key, tables[which], components, z, subsample)
             return (z, order), z
 
         start = jnp.zeros(N, jnp.int32), jnp.arange(N, dtype=jnp.int32)

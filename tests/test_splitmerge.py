@@ -10,6 +10,8 @@ family of pairs, with masked cells, is in `test_pairs`; everything moving at onc
 `test_geweke_hyper`.)
 """
 
+from collections import namedtuple
+from dataclasses import astuple, fields
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special
-from small_models import SwitchedPrior, blobs, finite_log_eppf, mixture
+from small_models import TabledPriors, blobs, finite_log_eppf, mixture
 from test_enumeration import LAWS, TABLES, assert_law, exact, log_marginals, model
 
 import numpyro
@@ -100,16 +102,20 @@ class Walk(NamedTuple):
     record: splitmerge.Record  # [chains]
 
 
+# The options as numbers that are arguments of a program, which serves all kinds then.
+Numbers = namedtuple("Numbers", [field.name for field in fields(SplitMerge)])
+
+
 @cache
-def program(options, capacity, row_moves, adapting):
+def program(capacity, row_moves):
     """Chains of turns; after each `THINNING` of them a draw is kept."""
     components = read_components()
 
-    def turn(prior, size, carry, rng_key):
+    def turn(options, prior, size, carry, rng_key):
         z, order, record = carry
         key_moves, key_jump = random.split(rng_key)
         subsample = Subsample(order, size)
-        jump = partial(split_and_merge, options, adapting=jnp.asarray(adapting))
+        jump = partial(split_and_merge, options, adapting=jnp.asarray(False))
         if not row_moves:
             clusters = rows.collect(components, z, capacity)
             clusters, record = jump(
@@ -130,21 +136,23 @@ def program(options, capacity, row_moves, adapting):
         )
         return (made.clusters.z, made.subsample.order, made.record), made.clusters
 
-    def chain(rng_key, prior, size, failures):
+    def chain(rng_key, options, prior, size, failures):
         key_order, key_turns = random.split(rng_key)
         order = random.permutation(key_order, N).astype(jnp.int32)
         z = jnp.where(jnp.argsort(order) < size, 0, -1).astype(jnp.int32)
         record = Record.start()._replace(failures=failures)
         keys = random.split(key_turns, (KEPT, THINNING))
 
+        one = partial(turn, options, prior, size)
+
         def thinned(carry, keys):
-            carry, clusters = lax.scan(partial(turn, prior, size), carry, keys)
+            carry, clusters = lax.scan(one, carry, keys)
             return carry, jax.tree.map(lambda c: c[-1], clusters)
 
         (*_, record), clusters = lax.scan(thinned, (z, order, record), keys)
         return Walk(clusters, record)
 
-    return jax.jit(jax.vmap(chain, (0, None, None, None)))
+    return jax.jit(jax.vmap(chain, (0, None, None, None, None)))
 
 
 def walk(
@@ -155,26 +163,31 @@ def walk(
     size=N,
     row_moves=0,
     failures=(0, 0),
-    adapting=False,
     seed=0,
 ):
-    run = program(options, capacity, row_moves, adapting)
+    run = program(capacity, row_moves)
+    numbers = Numbers(*(jnp.asarray(value) for value in astuple(options)))
     keys = random.split(random.key(seed), NUM_CHAINS)
-    walk = run(keys, prior, jnp.int32(size), jnp.array(failures))
+    walk = run(keys, numbers, prior, jnp.int32(size), jnp.array(failures))
     clusters = jax.tree.map(lambda c: np.asarray(c)[:, DROPPED:], walk.clusters)
     return Walk(clusters, jax.tree.map(np.asarray, walk.record))
 
 
-def process(law):
+@cache
+def processes():
     probs = jnp.array([0.3, 0.4, 0.3])
-    return SwitchedPrior(
-        jnp.int32(list(LOG_PRIORS).index(law)),
+    return TabledPriors.of(
         (
             *(PitmanYorProcess(*LAWS[law], size=N) for law in LAWS),
             MixtureOfFiniteMixtures(1.2, dist.Categorical(probs), N, max_components=3),
             FiniteDirichletMixture(1.2, 3, N),
         ),
+        N,
     )
+
+
+def process(law):
+    return processes()[jnp.int32(list(LOG_PRIORS).index(law))]
 
 
 @cache
