@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 
 from numpyro_subanneal.compiling import quick_options
@@ -27,6 +28,7 @@ ARGUMENTS = {
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",
     "benchmarks/row_moves.py": "--quick --moves 2000",
     "benchmarks/split_merge.py": "--quick",
+    "benchmarks/versus.py": "--quick",
 }
 
 
@@ -34,7 +36,8 @@ def test_every_example_is_run():
     found = {path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.py")}
     # Those of the paper are run by `test_paper.py`.
     found = {str(path) for path in found if path.parts[0] != "paper"}
-    assert found == set(ARGUMENTS)
+    # `scoring.py` is no script; it is tested below.
+    assert found - {"benchmarks/scoring.py"} == set(ARGUMENTS)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -82,8 +85,54 @@ def test_example_runs(name, tmp_path):
         assert "us/move" in done.stdout
     elif name == "benchmarks/split_merge.py":
         assert "shortfall" in done.stdout and "neither" in done.stdout
+    elif name == "benchmarks/versus.py":
+        assert "ours" in done.stdout and "planted partition scores" in done.stdout
+        assert (tmp_path / "versus.png").stat().st_size > 10_000
     elif name == "benchmarks/hyperparameters.py":
         assert done.stdout.count("update") == 2
     else:
         assert "SubsampleAnnealedGibbs alone: Parameter `scale`" in done.stdout
         assert "slope" in done.stdout
+
+
+def test_scores_are_predictive_densities(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "benchmarks"))
+    import scoring
+
+    rng = np.random.default_rng(0)
+    z = np.array([0, 0, 0, 2, 2, 0, 2, 2])
+    x = np.stack([z + 0.3 * rng.normal(size=8), z // 2], 1)
+    x[1, 0] = np.nan
+    train, num_categories, views = np.arange(8), np.array([0, 2]), np.array([0, 0])
+
+    def density(cells):
+        """Of one more row with these cells, from that of the table alone."""
+        table = np.concatenate([x, np.atleast_2d(cells)])
+        return np.exp(scoring.score(table, num_categories, train, [8], views, [z]))
+
+    # Over all values of both cells it integrates to one, over those of one to the
+    # density of the other.
+    points = np.linspace(-300, 300, 60_001)
+    by_code = [
+        np.exp(
+            [
+                scoring.score(
+                    np.concatenate([x, [[value, code]]]),
+                    num_categories, train, [8], views, [z],
+                )
+                for value in (0.1, 2.2)
+            ]
+        )
+        for code in (0, 1)
+    ]  # fmt: skip
+    only = [density([value, np.nan]) for value in (0.1, 2.2)]
+    np.testing.assert_allclose(np.sum(by_code, 0), only, rtol=1e-9)
+    each = scoring._log_real(x[:, 0], np.unique(z, return_inverse=True)[1], points)
+    np.testing.assert_allclose(np.trapezoid(np.exp(each), points, axis=1), 1, atol=2e-3)
+    # Cells that go with their cluster are more likely than cells that do not.
+    assert density([0.0, 0]) > 3 * density([0.0, 1])
+    # The clusters' names and gaps between them do not matter.
+    again = scoring.score(x, num_categories, train, train, views, [5 - z])
+    assert again == pytest.approx(
+        scoring.score(x, num_categories, train, train, views, [z]), abs=1e-12
+    )

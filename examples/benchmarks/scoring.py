@@ -111,7 +111,7 @@ def log_weights(counts):
 
 
 def _log_categorical(old, z, size, new):
-    """Predictive density of each new cell in each cluster and a new one, ``[K+1, M]``."""
+    """Predictive density of each new cell in each cluster and a new one."""
     seen = ~np.isnan(old)
     num = z.max() + 2
     counts = np.bincount(
@@ -127,7 +127,7 @@ def _log_categorical(old, z, size, new):
 
 
 def _log_real(old, z, new):
-    """The same of a real column: a Student t for each cluster (Murphy, 2007, Eq. 100)."""
+    """The same of a real column, a Student t (Murphy, 2007, Eq. 100)."""
     seen = ~np.isnan(old)
     num = z.max() + 2
     z, old = z[seen], old[seen]

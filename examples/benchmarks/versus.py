@@ -8,8 +8,8 @@ Benchmark: against other tools
 Runs this package and, where they are installed, Lace (``pip install pylace polars``),
 scikit-learn's `BayesianGaussianMixture` (variational) and NumPyro's `DiscreteHMCGibbs`
 on the same tables, one chain on one core, and shows how good the partitions are that
-each has found after how long. What is scored is the partition, by `scoring.py`: nats a
-held-out row, and the adjusted Rand index with the planted partition, where there is one.
+each has found after how long. What is scored is the partition, by ``scoring.py``: nats
+a held-out row, and the adjusted Rand index with the planted partition, if there is one.
 
 A table is one of these, the first with a number of rows, or a path: to a ``.csv``, or
 to an ``.npz`` with `X`, `ncat` (0 of real columns) and maybe `views`, `Z`, `train`,
@@ -51,7 +51,13 @@ import time
 import numpy as np
 
 HERE = Path(__file__).parent
-TABLES = "categories-1000", "categories-10000", "views-2000", "plane-1000", "plane-10000"
+TABLES = (
+    "categories-1000",
+    "categories-10000",
+    "views-2000",
+    "plane-1000",
+    "plane-10000",
+)
 TOOLS = {  # and the module that each needs
     "ours": "numpyro_subanneal",
     "lace": "lace",  # its defaults
