@@ -610,6 +610,12 @@ class _Reader:
                 )
             factors = tuple(n for n in behind if n == name or name in behind[n])
             finite = site.finite and site.discrete
+            if finite and site.made_event:
+                raise NotRecognised(
+                    f"Latent site '{name}' ~ {site.fn.__name__} is made an event by "
+                    "`to_event`, the values of which cannot be enumerated one element "
+                    "at a time. Put it into a plate instead."
+                )
             of = per_view.get(name)
             found.append(HyperSite(name, finite, site.shape, factors, per_view=of))
             how = "enumerated" if finite else "real"

@@ -49,6 +49,7 @@ class Site:
     - **parameters** - shapes of the parameters of `fn`.
     - **discrete**, **finite** - whether its values are discrete, and whether they can
       be enumerated.
+    - **made_event** - whether axes of its batch were made an event by `to_event`.
     - **masked**, **scaled** - whether its log density is masked or scaled.
     - **plates** - those that it is in, each with the axis of its value.
     - **upstream** - latent sites that its distribution depends on directly.
@@ -65,6 +66,7 @@ class Site:
     parameters: Mapping[str, tuple[int, ...]]
     discrete: bool
     finite: bool
+    made_event: bool
     masked: bool
     scaled: bool
     plates: Mapping[str, int]
@@ -243,6 +245,7 @@ def _site(name: str, site: dict) -> Site:
         },
         discrete=bool(base.support is not None and base.support.is_discrete),
         finite=bool(base.has_enumerate_support) and base.event_dim == 0,
+        made_event=site["fn"].event_dim > base.event_dim,
         masked=bool(masks(site["fn"])),
         scaled=site["scale"] is not None,
         # NB: a plate's `dim` counts from the end of the batch.

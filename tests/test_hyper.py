@@ -866,6 +866,11 @@ def on_the_clusters(x):
     numpyro.sample("y", dist.Normal(loc[0], 1.0), obs=0.3)
 
 
+def made_an_event(x):
+    a = numpyro.sample("a", Grid([0.5, 2.0]).expand([3]).to_event(1))
+    one_column(x, concentration=a.sum())
+
+
 def known_mean(x):
     m = numpyro.sample("m", dist.Normal(0.0, 1.0))
     z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=len(x)))
@@ -878,6 +883,7 @@ def known_mean(x):
     "model, words",
     [
         (infinite, ["'n'", "Poisson", "Grid"]),
+        (made_an_event, ["'a'", "Grid", "`to_event`", "plate"]),
         (scale_by_row, ["`scale`", "'slope'", "Gibbs([("]),
         (after_the_clusters, ["'late'", "'loc'", "integrated out"]),
         (on_the_clusters, ["'y'", "'loc'", "integrated out"]),
