@@ -221,7 +221,8 @@ def update(
     skip: Sequence[str] = (),
 ) -> dict[str, Array]:
     """
-    Update every hyperparameter in turn, in the order of the model.
+    Update every hyperparameter: those of finite support that can be drawn together,
+    then the others one after another, in the order of the model.
 
     :param rng_key: key.
     :param target: the collapsed model.
@@ -360,21 +361,24 @@ def find_separable(
         clusters = rows.collect(few, z, plan.capacity, plan.layout, labels)
         target = Target(plan, model, args, kwargs, few, clusters)
         out = {}
-        for i, site in enumerate(many):
+        for site in many:
             conditional = _Conditional(target, [site], a)
             if not _reducible(conditional, a):
                 continue
             name = site.name
-            moved = random.bernoulli(random.key(i), 0.5, conditional.shape)
-            event = jnp.ndim(a[name]) - len(conditional.shape)
-            mixed = jnp.where(
-                moved.reshape(moved.shape + (1,) * event), a[name], b[name]
-            )
-            stacked = jnp.stack([a[name], b[name], mixed])
-            old, new, both = jax.vmap(lambda v, n=name, f=conditional: f({n: v}))(
-                stacked
-            )
-            out[name] = both, jnp.where(moved, old, new)
+            old_value, new_value = a[name], b[name]
+            if site.finite:
+                new_value = _another(conditional.trace[name], old_value)
+            # By the bits of their position, so that of every two elements one moves
+            # without the other.
+            num_bits = (conditional.size - 1).bit_length()
+            place = np.arange(conditional.size).reshape(conditional.shape)
+            stays = np.stack([place >> bit & 1 for bit in range(num_bits)]) == 1
+            event = (1,) * (jnp.ndim(old_value) - len(conditional.shape))
+            mixed = jnp.where(stays.reshape(*stays.shape, *event), old_value, new_value)
+            stacked = jnp.concatenate([jnp.stack([old_value, new_value]), mixed])
+            found = jax.vmap(lambda v, n=name, f=conditional: f({n: v}))(stacked)
+            out[name] = found[2:], jnp.where(stays, found[0], found[1])
         return out
 
     compiled = compile_for(compute, arrays, quickly=True)
@@ -384,6 +388,16 @@ def find_separable(
             np.allclose(got, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
         )
     return separable
+
+
+def _another(site: Mapping[str, Any], value: Array) -> Array:
+    """A value of positive probability other than `value`, in every element that has
+    one."""
+    support, log_weights = finite_prior(site)
+    other = (support != value) & (log_weights > -jnp.inf)
+    index = jnp.argmax(other, 0)[None]
+    found = jnp.take_along_axis(support, index, 0)[0].astype(value.dtype)
+    return jnp.where(other.any(0), found, value)
 
 
 # Rows of which statistics are made to see what depends on what.
@@ -476,30 +490,22 @@ def _enumerate_chains(
 
     def draw(i, current):
         trace = target.trace({**values, **current})
-        places, priors, candidates = [], [], {}
-        for chain in chains:
-            found = [finite_prior(trace[site.name]) for site in chain]
-            most = max(len(support) for support, _ in found)
-            # Filled up with what has no weight.
-            supports = [_filled(s, most, s[-1]) for s, _ in found]
+        every_prior = [
+            [finite_prior(trace[site.name]) for site in chain] for chain in chains
+        ]
+        # Filled up with what has no weight.
+        most = max(len(support) for found in every_prior for support, _ in found)
+        priors, candidates = [], {}
+        for chain, found in zip(chains, every_prior, strict=True):
             weights = [_filled(w, most, -jnp.inf) for _, w in found]
-            if length == 1:
-                (support,), (weight,) = supports, weights
-            else:
-                support, weight = jnp.stack(supports)[i], jnp.stack(weights)[i]
-            places.append(support)
-            priors.append(weight)
-        most = max(len(support) for support in places)
-        for chain, support in zip(chains, places, strict=True):
-            support = _filled(support, most, support[-1])
-            for n, site in enumerate(chain):
+            priors.append(weights[0] if length == 1 else jnp.stack(weights)[i])
+            for n, (site, (support, _)) in enumerate(zip(chain, found, strict=True)):
+                # Each in its own type, in which no value is rounded.
                 value = current[site.name]
-                if length == 1:
-                    candidates[site.name] = support.astype(value.dtype)
-                else:
-                    candidates[site.name] = jnp.where(
-                        i == n, support.astype(value.dtype), value
-                    )
+                support = _filled(support, most, support[-1]).astype(value.dtype)
+                candidates[site.name] = (
+                    support if length == 1 else jnp.where(i == n, support, value)
+                )
 
         def terms(new):
             moved = target.trace({**values, **new})
@@ -511,9 +517,12 @@ def _enumerate_chains(
         new, start = {}, 0
         for chain, own, prior, size in zip(chains, factors, priors, sizes, strict=True):
             shape = chain[0].shape
-            total = _filled(prior, most, -jnp.inf)
+            total = prior
             for name in own:
-                term = jax.vmap(lambda t, shape=shape: _sum_to(t, shape))(each[name])
+                # NB: a term may have fewer axes than the site.
+                term = jax.vmap(
+                    lambda t, shape=shape: jnp.broadcast_to(_sum_to(t, shape), shape)
+                )(each[name])
                 for n, site in enumerate(chain):
                     if site.name == name:  # its prior is in `prior` when it moves
                         term = jnp.where(i == n, 0, term)
@@ -533,7 +542,8 @@ def _enumerate_chains(
         return draw(0, start)
     # What does not depend on the values, such as quantiles of the data, comes once.
     step = hoist(draw, jnp.int32(0), start)
-    return lax.fori_loop(0, length, step, start)
+    # NB: of one type, also where integers are of 64 bits.
+    return lax.fori_loop(jnp.int32(0), jnp.int32(length), step, start)
 
 
 def _filled(x: Array, num: int, value: Any) -> Array:
@@ -549,37 +559,47 @@ def _enumerate(
     Draw sites of finite support from their full conditional: a group jointly, its
     values in every combination.
     """
-    at = _Conditional(target, group, values)
-    supports = [
-        at.trace[name]["fn"].enumerate_support(expand=True) for name in at.names
-    ]
-    sizes = [s.shape[0] for s in supports]
-    index = np.array(list(product(*map(range, sizes))), np.int32).T
-    candidates = {
-        name: support[i].astype(jnp.result_type(values[name]))
-        for name, support, i in zip(at.names, supports, index, strict=True)
-    }
+    order = [site.name for site in target.plan.hyper]
+    at = _Conditional(target, sorted(group, key=lambda s: order.index(s.name)), values)
+
+    def support(trace, name):
+        return trace[name]["fn"].enumerate_support(expand=True)
+
+    sizes = [len(support(at.trace, name)) for name in at.names]
+    index = np.array(list(product(*map(range, sizes))), np.int32)
+
+    def combination(chosen, current, i=None):
+        """The values at these positions, of all elements or of the `i`-th."""
+        new, trace = {}, at.trace if i is None else target.trace({**values, **current})
+        for n, name in enumerate(at.names):
+            if n > 0:  # its points may be of the values before
+                trace = target.trace({**values, **current, **new})
+            old = jnp.asarray(current[name])
+            value = support(trace, name)[chosen[n]].astype(old.dtype)
+            if i is not None:
+                own = value.reshape(-1)[i]
+                value = old.reshape(-1).at[i].set(own).reshape(at.shape)
+            new[name] = value
+        return new
+
+    start = {name: jnp.asarray(values[name]) for name in at.names}
     if at.together:
-        new = _choose(rng_key, jax.vmap(at)(candidates), candidates)
-        return {name: new[name] for name in at.names}
+        candidates = jax.vmap(lambda chosen: combination(chosen, start))(index)
+        return _choose(rng_key, jax.vmap(at)(candidates), candidates)
 
     # One element after another.
-    flat = {n: c.reshape(c.shape[0], -1) for n, c in candidates.items()}
-
     def element(i, current):
-        def log_density(chosen):
-            return at.whole(
-                {n: current[n].at[i].set(chosen[n]).reshape(at.shape) for n in at.names}
-            )
+        candidates = jax.vmap(lambda chosen: combination(chosen, current, i))(index)
+        log_density = jax.vmap(at.whole)(candidates)
+        own = {n: c.reshape(len(index), -1)[:, i] for n, c in candidates.items()}
+        new = _choose(random.fold_in(rng_key, i), log_density, own)
+        return {
+            n: current[n].reshape(-1).at[i].set(new[n]).reshape(at.shape)
+            for n in at.names
+        }
 
-        own = {n: c[:, i] for n, c in flat.items()}
-        key = random.fold_in(rng_key, i)
-        new = _choose(key, jax.vmap(log_density)(own), own)
-        return {n: current[n].at[i].set(new[n]) for n in at.names}
-
-    start = {n: jnp.asarray(values[n]).reshape(-1) for n in at.names}
-    new = lax.fori_loop(0, at.size, element, start)
-    return {n: new[n].reshape(at.shape) for n in at.names}
+    step = hoist(element, jnp.int32(0), start)  # see `_enumerate_chains`
+    return lax.fori_loop(jnp.int32(0), jnp.int32(at.size), step, start)
 
 
 def _choose(rng_key, log_density, candidates):

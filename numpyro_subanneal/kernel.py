@@ -407,7 +407,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _init_program(self, rng_key, given) -> Callable:
         batched = not is_prng_key(rng_key)
         leaves = jax.tree.leaves((rng_key, given))
-        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        # NB: what is computed inside a trace is traced, whatever it is computed of.
+        traced = any(isinstance(x, jax.core.Tracer) for x in (*leaves, jnp.zeros(())))
         if (batched, traced) not in self._init_programs:
             fn = self._init_fn
             if batched:
