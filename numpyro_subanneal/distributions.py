@@ -51,6 +51,12 @@ class CheckedParameters:
     what NumPyro's constraints can say.
     """
 
+    @classmethod
+    def gather_pytree_data_fields(cls) -> tuple[str, ...]:
+        # NumPyro's are in the order of a set of strings, another in each process. Then
+        # so would be the program's arguments, and JAX's persistent cache would miss.
+        return tuple(sorted(super().gather_pytree_data_fields()))
+
     def validate_args(self, strict: bool = True) -> None:
         """
         Checks the concrete parameters; see :meth:`parameter_error`.

@@ -28,10 +28,14 @@ from numpyro.infer import Predictive
 from numpyro.infer.inspect import get_dependencies, get_model_relations
 
 from numpyro_subanneal.distributions import (
+    CheckedParameters,
     ChineseRestaurantProcess,
+    FiniteDirichletMixture,
+    MixtureOfFiniteMixtures,
     PartitionDistribution,
     PitmanYorProcess,
 )
+from numpyro_subanneal.grid import Grid
 
 # Compiling is most of the time here. Not so quickly where digits or time are tested.
 quick = pytest.mark.quickly_compiled
@@ -659,6 +663,24 @@ def test_priors_survive_flattening_pickling_and_jit(prior):
 
 
 @quick
+@pytest.mark.parametrize(
+    "cls",
+    [
+        ChineseRestaurantProcess,
+        PitmanYorProcess,
+        FiniteDirichletMixture,
+        MixtureOfFiniteMixtures,
+        Grid,
+    ],
+)
+def test_leaves_are_in_the_same_order_in_every_process(cls):
+    # NumPyro's are in that of a set of strings: then a compiled program with them as
+    # arguments is not found in the cache that processes share.
+    fields = cls.gather_pytree_data_fields()
+    assert fields == tuple(sorted(fields))
+    assert set(fields) == set(super(CheckedParameters, cls).gather_pytree_data_fields())
+
+
 def test_vmap_over_a_prior_as_a_pytree():
     prior = PitmanYorProcess(jnp.array([0.5, 1.0]), jnp.array([0.1, 0.2]), 4)
     labels = jnp.array([0, 1, 1, 0])

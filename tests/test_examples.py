@@ -136,3 +136,30 @@ def test_scores_are_predictive_densities(monkeypatch):
     assert again == pytest.approx(
         scoring.score(x, num_categories, train, train, views, [z]), abs=1e-12
     )
+
+
+def test_tables_of_the_benchmark_may_be_files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "benchmarks"))
+    import versus
+
+    rng = np.random.default_rng(0)
+    mass, kind = rng.normal(size=40), rng.integers(3, size=40)
+    lines = [f"{m},{'abc'[k]}" for m, k in zip(mass, kind, strict=True)]
+    lines[3] = ",b"
+    lines[5] = "1.5,"
+    (tmp_path / "own.csv").write_text("mass,kind\n" + "\n".join(lines) + "\n")
+    data = versus.load(str(tmp_path / "own.csv"), ".", one_view=False)
+    assert data.num_categories.tolist() == [0, 3] and not data.one_view
+    missing = np.isnan(data.x)
+    assert missing.sum() == 2 and missing[3, 0] and missing[5, 1]
+    np.testing.assert_allclose(data.x[:3, 0], mass[:3], rtol=1e-6)
+    assert data.x[:3, 1].tolist() == kind[:3].tolist()
+    both = np.concatenate([data.train, data.test])
+    assert sorted(both) == list(range(40)) and len(data.test) == 5
+
+    codes = rng.integers(2, size=40)
+    own = {"X": np.stack([codes, mass], 1), "ncat": np.array([2, 0])}
+    np.savez(tmp_path / "own.npz", **own)
+    data = versus.load(str(tmp_path / "own.npz"), ".", one_view=False)
+    assert data.num_categories.tolist() == [0, 2]  # real columns first
+    np.testing.assert_array_equal(data.x, np.stack([mass, codes], 1))

@@ -116,7 +116,7 @@ def load(name: str, data: str, one_view: bool) -> Data:
 
         from numpyro_subanneal import Table
 
-        return _from_table(Table(pd.read_csv(path)), one_view)
+        return _from_table(Table.from_dataframe(pd.read_csv(path)), one_view)
     kind, _, size = name.partition("-")
     if kind in ("hospital", "network", "census", "income"):
         sys.path.insert(0, str(HERE.parent / "paper"))
@@ -501,7 +501,7 @@ def show(name, data, records):
     print(f"\n{name}: {size}; {what} scores {target:.3f} nats a held-out row")
     print(
         f"{'':12}{'score':>18}{'Rand, rows':>16}{'columns':>9}{'reached, s':>20}"
-        f"{'clusters':>10}{'sweeps':>8}{'compile, s':>12}{'MB':>6}"
+        f"{'views':>7}{'clusters':>10}{'sweeps':>8}{'compile, s':>12}{'MB':>6}"
     )
     print(
         f"{'':12}{'median':>9}{'worst':>9}{'median':>9}{'worst':>7}{'median':>9}"
@@ -519,6 +519,7 @@ def show(name, data, records):
             f"{tool:12}{middle('score'):9.3f}{min(r['score'] for r in own):9.3f}"
             f"{middle('rows'):9.2f}{min(r['rows'] for r in own):7.2f}"
             f"{middle('columns'):9.2f}{np.median(times):10.2f}{good:>10}"
+            f"{np.median([len(r['num_clusters']) for r in own]):7.0f}"
             f"{np.median([sum(r['num_clusters']) for r in own]):10.0f}"
             f"{middle('sweeps'):8.0f}{own[0]['compile']:12.1f}"
             f"{max(r['peak_mb'] for r in own):6.0f}",
