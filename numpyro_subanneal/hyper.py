@@ -360,25 +360,50 @@ def find_separable(
             labels = plan.layout.spread_out()
         clusters = rows.collect(few, z, plan.capacity, plan.layout, labels)
         target = Target(plan, model, args, kwargs, few, clusters)
-        out = {}
+        trace = target.trace(a)
+        shapes = {site.name: trace[site.name]["fn"].batch_shape for site in many}
+        trials = {}
         for site in many:
-            conditional = _Conditional(target, [site], a)
-            if not _reducible(conditional, a):
-                continue
-            name = site.name
-            old_value, new_value = a[name], b[name]
+            old_value, new_value = a[site.name], b[site.name]
             if site.finite:
-                new_value = _another(conditional.trace[name], old_value)
-            # By the bits of their position, so that of every two elements one moves
-            # without the other.
-            num_bits = (conditional.size - 1).bit_length()
-            place = np.arange(conditional.size).reshape(conditional.shape)
-            stays = np.stack([place >> bit & 1 for bit in range(num_bits)]) == 1
-            event = (1,) * (jnp.ndim(old_value) - len(conditional.shape))
+                new_value = _another(trace[site.name], old_value)
+            stays = _halves(shapes[site.name])
+            event = (1,) * (jnp.ndim(old_value) - len(shapes[site.name]))
             mixed = jnp.where(stays.reshape(*stays.shape, *event), old_value, new_value)
-            stacked = jnp.concatenate([jnp.stack([old_value, new_value]), mixed])
-            found = jax.vmap(lambda v, n=name, f=conditional: f({n: v}))(stacked)
-            out[name] = found[2:], jnp.where(stays, found[0], found[1])
+            trials[site.name] = jnp.concatenate(
+                [jnp.stack([old_value, new_value]), mixed]
+            )
+        # The trials of one site after those of another, all else as in `a`.
+        names = tuple(dict.fromkeys(name for site in many for name in site.factors))
+        stacked = {
+            name: jnp.concatenate(
+                [
+                    own if name == other else jnp.repeat(a[name][None], len(own), 0)
+                    for other, own in trials.items()
+                ]
+            )
+            for name in trials
+        }
+
+        def terms(new):
+            factors = target.factors(names, target.trace({**a, **new}))
+            return dict(zip(names, factors, strict=True))
+
+        # NB: once for all sites, as this takes longer to trace than to compute.
+        each = jax.vmap(terms)(stacked)
+        out, start = {}, 0
+        for site in many:
+            stop = start + len(trials[site.name])
+            own = [each[name][start:stop] for name in site.factors]
+            start, shape = stop, shapes[site.name]
+            if not all(_has_axes(term.shape[1:], shape) for term in own):
+                continue
+            # NB: a term may have fewer axes than the site.
+            found = sum(
+                jax.vmap(lambda t, s=shape: jnp.broadcast_to(_sum_to(t, s), s))(term)
+                for term in own
+            )
+            out[site.name] = found[2:], jnp.where(_halves(shape), found[0], found[1])
         return out
 
     compiled = compile_for(compute, arrays, quickly=True)
@@ -419,19 +444,23 @@ def _with_elements(plan, model, args, kwargs) -> list[HyperSite]:
     return found
 
 
-def _reducible(conditional: _Conditional, values: Values) -> bool:
-    """Whether every factor has the axes of the site: else its elements are coupled."""
+def _has_axes(term: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a factor of that shape has the axes of a site: else it couples the
+    elements."""
+    padded = (1,) * (len(shape) - len(term)) + term
+    own = padded[len(padded) - len(shape) :]
+    return all(m == 1 or n == m for n, m in zip(own, shape, strict=True))
 
-    def shapes(values):
-        trace = conditional.target.trace(values)
-        return conditional.target.factors(conditional.factors, trace)
 
-    for term in jax.eval_shape(shapes, dict(values)):
-        padded = (1,) * (len(conditional.shape) - term.ndim) + term.shape
-        own = padded[len(padded) - len(conditional.shape) :]
-        if any(m != 1 and n != m for n, m in zip(own, conditional.shape, strict=True)):
-            return False
-    return True
+def _halves(shape: tuple[int, ...]) -> np.ndarray:
+    """
+    Halves of the elements, ``[halves, *shape]``: by the bits of their position, so that
+    of every two elements one is in some half without the other.
+    """
+    size = int(np.prod(shape, dtype=int))
+    place = np.arange(size).reshape(shape)
+    bits = [place >> bit & 1 for bit in range((size - 1).bit_length())]
+    return np.stack(bits) == 1
 
 
 # --- finite support -----------------------------------------------------------------

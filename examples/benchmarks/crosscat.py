@@ -12,7 +12,8 @@ most of its columns), and in how many seeds all of them are at least 0.9. Compil
 is apart.
 
 `--cost` shows what a sweep of moves of rows in all views at once takes, in microseconds
-a row, and what moves of features add to it, once a sweep; splits and merges are off.
+a row, and what moves of features add to it, once a sweep, and the peak memory of the
+process; splits and merges of clusters are off. Views are split at one sweep in many.
 
     python examples/benchmarks/crosscat.py              # about ten minutes
     python examples/benchmarks/crosscat.py --cost
@@ -22,6 +23,7 @@ a row, and what moves of features add to it, once a sweep; splits and merges are
 import argparse
 from functools import partial
 import os
+import resource
 import time
 
 import jax
@@ -127,15 +129,16 @@ def planted_codes(num_rows, num_columns, num_views, num_clusters, num_categories
     return x, view, z
 
 
-def cost(num_rows, num_views, repeats=5):
+def cost(num_rows, num_views):
     """What a sweep of the rows takes, and moves of features with it."""
-    print(
-        f"{num_rows} rows, {num_views} views, 5 of them occupied; us a row, compile s"
-    )
+    repeats = int(np.clip(10**6 // num_rows, 1, 200))
+    print(f"{num_rows} rows, {num_views} views, 5 of them occupied; {repeats} sweeps")
+    print(f"{'':58}{'us/row':>8}{'compile, s':>12}{'MB so far':>11}")
     options = {
         "rows alone": None,
-        "and Gibbs moves and sets": FeatureMoves(num_guided=0),
-        "and guided moves": FeatureMoves(),
+        "and Gibbs moves and sets": FeatureMoves(num_guided=0, num_splits=0),
+        "and guided moves": FeatureMoves(num_splits=0),
+        "and splits of views": FeatureMoves(),
     }
     real, of_real, z_real = planted(num_rows, 60, 5, 6)
     codes, of_codes, z_codes = planted_codes(num_rows, 68, 5, 12, 16)
@@ -178,7 +181,11 @@ def cost(num_rows, num_views, repeats=5):
             for _ in range(repeats):
                 state = jax.block_until_ready(step(state))
             each = (time.perf_counter() - begin) / repeats / num_rows
-            print(f"{table:30}{name:28}{1e6 * each:8.2f}{compiled:8.1f}", flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            print(
+                f"{table:30}{name:28}{1e6 * each:8.2f}{compiled:12.1f}{peak:11}",
+                flush=True,
+            )
 
 
 def main():
