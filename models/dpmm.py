@@ -56,7 +56,7 @@ def real(
     """
     Real columns.
 
-    :param x: data ``[N, D]``, finite.
+    :param x: data ``[N, D]``, finite; NaN for a missing cell.
     :param int num_clusters: capacity: how many clusters can be represented.
     :param float concentration: of the Dirichlet process; expected a priori are about
         ``concentration * log(N)`` clusters. It is learned if it is not given, as are
@@ -102,7 +102,8 @@ def categorical(
     """
     Columns of categories, of any numbers of categories.
 
-    :param x: integer codes ``[N, D]``, in column d ``0..num_categories[d] - 1``.
+    :param x: integer codes ``[N, D]``, in column d ``0..num_categories[d] - 1``; -1 for
+        a missing cell.
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
     :param float concentration: of the Dirichlet process; expected a priori are about
@@ -130,9 +131,9 @@ def mixed(
     """
     Real columns and columns of categories of the same rows.
 
-    :param real: data ``[N, D]``, finite.
+    :param real: data ``[N, D]``, finite; NaN for a missing cell.
     :param categorical: integer codes ``[N, D']``, in column d
-        ``0..num_categories[d] - 1``.
+        ``0..num_categories[d] - 1``; -1 for a missing cell.
     :param num_categories: number of categories of each column, a tuple.
     :param int num_clusters: capacity: how many clusters can be represented.
     :param float concentration: of the Dirichlet process; expected a priori are about

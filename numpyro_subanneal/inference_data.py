@@ -421,8 +421,17 @@ def _sizes(variables) -> dict[str, int]:
 
 def _labels(coords, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     found = {}
+    given_to_axes = {
+        label
+        for dim, given in (coords or {}).items()
+        if dim in sizes
+        for label in _as_labels(given).tolist()
+    }
     for dim, given in (coords or {}).items():
         if dim not in sizes:
+            # All columns of a table, where a model has an axis for those of each kind.
+            if given_to_axes.issuperset(_as_labels(given).tolist()):
+                continue
             known = ", ".join(f"'{d}' ({n})" for d, n in sizes.items())
             raise ValueError(
                 f"`coords` has labels of '{dim}', which is not an axis. The axes, and "

@@ -122,12 +122,15 @@ class _Reader:
             raise NotRecognised(
                 "The model needs a value of its data, or of a latent site, while JAX "
                 "traces it: NumPy functions, `float`, `int` and `if` cannot take such "
-                "a value. Write `jax.numpy` in their place, such as `jnp.isnan`, or "
-                "compute what depends on the data alone beforehand and hand it to the "
-                "model. JAX said: " + str(error).split("\n")[0]
+                "a value. Write `jax.numpy` in their place, such as `jnp.isnan`, and "
+                "`jnp.asarray(x)[index]` where a NumPy array is indexed by a latent "
+                "site or by the index of a plate; give `handlers.condition` arrays of "
+                "JAX; or compute what depends on the data alone beforehand and hand "
+                "it to the model. JAX said: " + str(error).split("\n")[0]
             ) from error
 
     def _plan(self) -> Plan:
+        _check_arguments(self.args, self.kwargs)
         leaves = jax.tree.leaves((self.args, self.kwargs))
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             raise NotRecognised(
@@ -852,6 +855,7 @@ class _Reader:
         for _, shape in shapes:
             if shape.name in live:
                 data[shape.name] = _fill(data[shape.name], live[shape.name])
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
         # In double precision: the laws then hold to many more digits than a wrong model
         # could by chance, whatever the scale of the data.
         with jax.enable_x64(True):
@@ -869,7 +873,7 @@ class _Reader:
                 data,
                 live,
             )
-            prober.check_prior()
+            prober.check_prior(dtype)
             prober.check_exchangeable()
             prober.check_learned([n for n in hyper if n not in self.siblings])
             by_row = prober.given_by_row()
@@ -936,6 +940,26 @@ class _Reader:
             {name: np.asarray(value) for name, value in values.items()},
             {name: np.asarray(mask) for name, mask in live.items()},
         )
+
+
+def _check_arguments(args: Args, kwargs: Kwargs) -> None:
+    """Refuse arrays that JAX would refuse without saying which."""
+    named = {**dict(enumerate(args)), **kwargs}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(list(named.items())):
+        name = [*named][path[0].idx]
+        what = f"Argument {name!r} of the model"
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise NotRecognised(
+                f"{what} is a masked array of NumPy. Hand its `.data` and "
+                "`~np.ma.getmaskarray(x)` to the model, which says by "
+                "`numpyro.handlers.mask` which cells are observed."
+            )
+        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype == np.longdouble:
+            if np.dtype(np.longdouble) != np.dtype(np.float64):
+                raise NotRecognised(
+                    f"{what} holds values of type {leaf.dtype}, which JAX does not "
+                    "have; give `x.astype(np.float64)`."
+                )
 
 
 def check_data(

@@ -46,6 +46,20 @@ Labels: TypeAlias = dict[str, np.ndarray]
 """Assignments of rows, and of features to views, by site."""
 
 
+def _not_held(
+    value: np.ndarray, dtype: np.dtype, power: int = 1, also_small: bool = True
+) -> float | None:
+    """The first value of which the `power` is too large for a float type, with room for
+    products with a few numbers; or so small that it has few digits or none; if any."""
+    limits = np.finfo(dtype)
+    size = np.abs(np.asarray(value, np.float64))
+    low, high = (float(x) ** (1 / power) for x in (limits.tiny, limits.max / 1000))
+    bad = size > high
+    if also_small:
+        bad |= (size > 0) & (size < low)
+    return float(np.asarray(value)[bad].flat[0]) if bad.any() else None
+
+
 def pair_name(pair: AbstractConjugatePair) -> str:
     """For example ``(InverseGamma, Normal)-Normal``."""
     prior = ", ".join(t.__name__ for t in pair.prior.values())
@@ -312,7 +326,12 @@ class Prober:
 
     # --- the prior -----------------------------------------------------------------
 
-    def check_prior(self) -> None:
+    def check_prior(self, dtype: np.dtype) -> None:
+        """
+        Are the priors of the partitions and of the cluster sites what pairs expect?
+
+        :param dtype: the floats that the sampler will have.
+        """
         labels = self._assignments()
         second = self.evaluate(labels, self.theta[1])
         self._check_weights(self.theta[1])
@@ -322,8 +341,17 @@ class Prober:
             error = prior.parameter_error()
             if error is not None:
                 raise NotRecognised(f"The prior of partition site '{name}': {error}")
+            for parameter in ("concentration", "a", "b"):
+                value = getattr(prior, parameter, None)
+                lost = None if value is None else _not_held(np.asarray(value), dtype)
+                if lost is not None:
+                    raise NotRecognised(
+                        f"Parameter `{parameter}` of partition site '{name}' is "
+                        f"{lost}, with which {dtype} cannot compute. Choose another "
+                        "value, or call `numpyro.enable_x64()` first."
+                    )
         for pair, shape in self.shapes:
-            self._check_hyper(pair, shape, first[shape.name], second[shape.name])
+            self._check_hyper(pair, shape, first[shape.name], second[shape.name], dtype)
 
     def check_learned(self, learned: Sequence[str]) -> None:
         """
@@ -382,7 +410,7 @@ class Prober:
                 f"one value of it they are {self.probs[0]}, expected {expected}."
             )
 
-    def _check_hyper(self, pair, shape, first, second) -> None:
+    def _check_hyper(self, pair, shape, first, second, dtype) -> None:
         clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
         where = f"cluster sites {clusters} of '{shape.name}'"
         for name, value in first.given.items():
@@ -404,13 +432,21 @@ class Prober:
             valid = np.isfinite(value)
             if name in pair.positive:
                 valid &= value > 0
+            what = f"Hyperparameter `{name}` of {where}"
+            if name in first.given:
+                what = f"Parameter `{name}` of observed site '{shape.name}'"
             if not valid.all():
-                what = f"Hyperparameter `{name}` of {where}"
-                if name in first.given:
-                    what = f"Parameter `{name}` of observed site '{shape.name}'"
                 raise NotRecognised(
                     f"{what} is {value[~valid].flat[0]}; it must be finite"
                     f"{' and positive' if name in pair.positive else ''}."
+                )
+            power = 2 if name in pair.squared else 1
+            lost = _not_held(value, dtype, power, also_small=name in pair.positive)
+            if lost is not None:
+                raise NotRecognised(
+                    f"{what} is {lost}, with which {dtype} cannot compute. Choose "
+                    "another value or another unit for the column, or call "
+                    "`numpyro.enable_x64()` first."
                 )
         for name, value in first.hyper.items():
             if not _close(value, second.hyper[name]):

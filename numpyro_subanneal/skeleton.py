@@ -186,6 +186,10 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
         for name, site in run_trace(model, args, kwargs, feasible).items():
             if site["type"] == "plate":
                 size, subsample_size = site["args"]
+                if isinstance(size, float):
+                    raise NotRecognised(
+                        f"Plate '{name}' has size {size}; it must be an integer."
+                    )
                 if subsample_size is not None and subsample_size != size:
                     subsampled.append(name)
             elif site["type"] == "deterministic":

@@ -883,6 +883,11 @@ def _encode(column: Column, cells: _Cells, unseen: str | None = None) -> np.ndar
                 f"Column {column.name!r} has the value {largest:.6g}, too large for "
                 f"sums of squares in {dtype}; divide the column by a constant."
             )
+        if 0 < largest < np.sqrt(float(np.finfo(dtype).tiny)):
+            raise ValueError(
+                f"Column {column.name!r} has no value above {largest:.6g} in size, too "
+                f"small for squares in {dtype}; multiply the column by a constant."
+            )
         return x
     good = missing | ((x >= 0) & (x == np.floor(x)) & (x <= _LARGEST_COUNT))
     what = f"counts are integers from 0 to {_LARGEST_COUNT}; give it the type 'real'"

@@ -205,6 +205,15 @@ def test_a_row_is_found_by_its_label(mcmc):
         np.testing.assert_array_equal(own, z[:, :, row])
 
 
+def test_labels_of_all_columns_may_come_with_those_of_their_axes(mcmc):
+    # As `Table.coords` has them: no axis of a mixture is that of all columns.
+    names = {"features": ["b", "a"], "columns": ["b", "a"]}
+    data = to_arviz(mcmc, coords=names)
+    assert data["posterior"]["loc"]["features"].values.tolist() == ["b", "a"]
+    with pytest.raises(ValueError, match="'columns', which is not an axis"):
+        to_arviz(mcmc, coords=names | {"columns": ["b", "c"]})
+
+
 def test_draws_come_back_from_a_file(mcmc, posterior, tmp_path):
     data = to_arviz(mcmc, coords={"rows": LABELS["shuffled integers"]})
     path = tmp_path / "draws.nc"

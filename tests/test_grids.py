@@ -28,7 +28,7 @@ COLUMNS = {
     "far": 1e9 + rng.normal(size=200),
     "far_constant": np.full(200, -1e9),
     "tiny": 1e-6 * rng.normal(size=200),
-    "vanishing": 1e-30 * rng.normal(size=200),
+    "vanishing": 1e-15 * rng.normal(size=200),
     "huge": 1e30 * rng.normal(size=200),
     "largest": np.where(np.arange(200) % 2, 1, -1) * 8e37,
     "counts": rng.poisson(3.0, 200).astype(float),
@@ -342,6 +342,14 @@ def peeled(fn):
 
 
 # Bad input.
+
+
+@pytest.mark.parametrize("make", [grids.mean, grids.variance, grids.rate])
+@pytest.mark.parametrize("unit, way_out", [(1e-20, "multiply"), (1e17, "divide")])
+def test_a_spread_that_has_no_square_is_refused(make, unit, way_out):
+    x = np.random.default_rng(0).normal(size=(30, 2)) * [1.0, unit]
+    with pytest.raises(ValueError, match=f"Column 1 .* square .*{way_out}.*enable_x64"):
+        make(x)
 
 
 @SCALED

@@ -126,6 +126,12 @@ def standardised_by_jax(x):
     expanded(jnp.asarray(x - jnp.mean(x, 0)) / jnp.std(x, 0))
 
 
+def flat(x):
+    z = crp(x)
+    loc = numpyro.sample("loc", dist.Normal(0.0, 1e30).expand((K,)))
+    numpyro.sample("x", dist.Normal(loc[z], 1.0), obs=x)
+
+
 def with_deterministic(x):
     z = crp(x)
     loc, var = normal_prior()
@@ -617,6 +623,44 @@ REFUSED = {
         (CODES,),
         ["`probs`", "'x'", "Dirichlet(concentration)"],
     ),
+    # What single precision cannot compute with.
+    "huge concentration": (
+        like(partition="n: ChineseRestaurantProcess(1e300, size=n)"),
+        (X1,),
+        ["'z'", "`concentration`", "1e+300", "float32", "enable_x64"],
+    ),
+    "tiny shape": (
+        like(var_prior=": dist.InverseGamma(1e-50, 1.0)"),
+        (X1,),
+        ["'var'", "`shape`", "1e-50", "float32", "enable_x64"],
+    ),
+    "rate of few digits": (
+        like(var_prior=": dist.InverseGamma(2.0, 1e-40)"),
+        (X1,),
+        ["'var'", "`rate`", "1e-40", "float32"],
+    ),
+    "huge kappa": (
+        loc_prior("dist.Normal(0.0, jnp.sqrt(var * 1e-36))"),
+        (X1,),
+        ["'loc'", "`kappa`", "e+3", "float32"],
+    ),
+    "huge mean": (
+        loc_prior("dist.Normal(1e25, jnp.sqrt(var))"),
+        (X1,),
+        ["'loc'", "`mean`", "1e+25", "float32"],
+    ),
+    "flat prior": (flat, (X1,), ["'loc'", "`scale0`", "1e+30", "float32"]),
+    # Arguments.
+    "masked array": (
+        expanded,
+        (np.ma.masked_array(X1, X1 > 1),),
+        ["Argument 0", "masked array", "handlers.mask"],
+    ),
+    "longdouble": (
+        expanded,
+        (X1.astype(np.longdouble),),
+        ["Argument 0", "float128", "np.float64"],
+    ),
     # Unregistered pairs.
     "Poisson": (
         poisson_lognormal,
@@ -633,7 +677,13 @@ REFUSED = {
         (jnp.asarray(X1),),
         ["'rows'", "subsample_size", "full size"],
     ),
+    "subsample of a NumPy array": (
+        subsampled,
+        (X1,),
+        ["jnp.asarray(x)[index]", "plate"],
+    ),
     # Shapes.
+    "half a cluster": (one_column(num_clusters=2.5), (X1,), ["'clusters'", "2.5"]),
     "rows of two sites": (rows_by_site, (X1, X1[:4]), ["'y'", "4", "6"]),
     "rows of the partition": (rows_of_the_partition, (X1[:5],), ["'x'", "5", "6"]),
     "rows on the last axis": (rows_last, (X2.T,), ["'x'", "(2, 6)", "first axis"]),

@@ -66,6 +66,8 @@ class AbstractConjugatePair(ABC):
     - **given_by_row** - likelihood parameters that are known and may differ by row;
       they are arguments of `cell`.
     - **positive** - names of the hyperparameters that must be positive.
+    - **squared** - names of those that must not be so large, or so small, that a float
+      cannot hold their squares.
     - **event_dim** - hyperparameter -> number of its own axes, where that is not zero,
       such as 1 for a Dirichlet's concentration.
     - **location** - the hyperparameter and the role that move along when a constant is
@@ -84,6 +86,7 @@ class AbstractConjugatePair(ABC):
     given: ClassVar[tuple[str, ...]] = ()
     given_by_row: ClassVar[tuple[str, ...]] = ()
     positive: ClassVar[frozenset[str]] = frozenset()
+    squared: ClassVar[frozenset[str]] = frozenset()
     event_dim: ClassVar[Mapping[str, int]] = {}
     location: ClassVar[tuple[str, str] | None] = None
     in_statistics: ClassVar[frozenset[str]] = frozenset()

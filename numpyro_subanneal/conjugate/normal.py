@@ -50,6 +50,7 @@ class NormalInverseGamma(AbstractConjugatePair):
         "and kappa."
     )
     positive = frozenset({"kappa", "shape", "rate"})
+    squared = frozenset({"mean"})
     location = ("mean", "loc")
 
     def parameters(self, theta):
@@ -331,6 +332,7 @@ class NormalKnownScale(AbstractConjugatePair):
         "constants mean, scale0 and scale."
     )
     positive = frozenset({"scale0", "scale"})
+    squared = frozenset({"mean", "scale0", "scale"})
     location = ("mean", "loc")
 
     def parameters(self, theta):
@@ -403,6 +405,7 @@ class NormalKnownScaleByRow(NormalKnownScale):
     given = ()
     given_by_row = ("scale",)
     positive = frozenset({"scale0"})
+    squared = frozenset({"mean", "scale0", "scale"})
 
     def data_error(self, x, hyper):
         scale = np.broadcast_to(hyper["scale"], x.shape)
