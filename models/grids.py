@@ -329,13 +329,13 @@ def _quantiles_and_spread(
     # Its square times any factor of a grid is a positive float.
     low = math.sqrt(_limits().tiny) * 1e3
     high = math.sqrt(_limits().max) * 1e-3
-    if xp is np and not np.all((spread >= low) & (spread <= high)):
-        column = int(np.argmax((spread < low) | (spread > high)))
-        what = "multiply" if spread[column] < low else "divide"
+    if xp is np and (spread < low).any():
+        # Cells that are too large are refused by the kernel.
+        column = int(np.argmin(spread))
         raise ValueError(
             f"Column {column} of the real data has a spread of {spread[column]:.3g}, "
-            f"the square of which {_limits().dtype} cannot hold; {what} the column by "
-            "a constant, or call `numpyro.enable_x64()` first."
+            f"the square of which {_limits().dtype} cannot hold; multiply the column "
+            "by a constant, or call `numpyro.enable_x64()` first."
         )
     return (first + q05, first + q50, first + q95), xp.clip(spread, low, high)
 

@@ -345,10 +345,9 @@ def peeled(fn):
 
 
 @pytest.mark.parametrize("make", [grids.mean, grids.variance, grids.rate])
-@pytest.mark.parametrize("unit, way_out", [(1e-20, "multiply"), (1e17, "divide")])
-def test_a_spread_that_has_no_square_is_refused(make, unit, way_out):
-    x = np.random.default_rng(0).normal(size=(30, 2)) * [1.0, unit]
-    with pytest.raises(ValueError, match=f"Column 1 .* square .*{way_out}.*enable_x64"):
+def test_a_spread_that_has_no_square_is_refused(make):
+    x = np.random.default_rng(0).normal(size=(30, 2)) * [1.0, 1e-20]
+    with pytest.raises(ValueError, match="Column 1 .* square .*multiply.*enable_x64"):
         make(x)
 
 
