@@ -14,7 +14,7 @@
 What does not pass is refused by :class:`NotRecognised`, which says why.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,8 +163,15 @@ class _Reader:
             for partition in partitions
             if partition.name in sites[name].upstream
         }
+        parents = {p.name: [p.name] for p in partitions}
+        parents |= {name: [name, *roles] for name, roles in mixtures.items()}
+        fixed = {
+            name
+            for name, own in parents.items()
+            if not any(h in sites[n].upstream for h in hyper for n in own)
+        }
         seats = self._probe(
-            partitions, follows, per_view, capacity, hyper, imputed, shapes
+            partitions, follows, per_view, capacity, hyper, imputed, shapes, fixed
         )
         by_pair: dict[AbstractConjugatePair, list[SiteShape]] = {}
         for pair, shape in shapes:
@@ -848,6 +855,7 @@ class _Reader:
         hyper: Sequence[str],
         imputed: Sequence[str],
         shapes: list[tuple[AbstractConjugatePair, SiteShape]],
+        fixed: Collection[str],
     ) -> dict[str, Seats]:
         """Check what can only be seen with values, and find what features are indexed
         by."""
@@ -873,7 +881,8 @@ class _Reader:
                 data,
                 live,
             )
-            prober.check_prior(dtype)
+            prober.check_prior()
+            prober.check_range(dtype, fixed)
             prober.check_exchangeable()
             prober.check_learned([n for n in hyper if n not in self.siblings])
             by_row = prober.given_by_row()

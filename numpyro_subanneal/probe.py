@@ -4,7 +4,7 @@
 """Does a model behave as a conjugate pair says? It is run at a few rows, with random
 cluster parameters, and its densities must obey Bayes' law."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -326,12 +326,7 @@ class Prober:
 
     # --- the prior -----------------------------------------------------------------
 
-    def check_prior(self, dtype: np.dtype) -> None:
-        """
-        Are the priors of the partitions and of the cluster sites what pairs expect?
-
-        :param dtype: the floats that the sampler will have.
-        """
+    def check_prior(self) -> None:
         labels = self._assignments()
         second = self.evaluate(labels, self.theta[1])
         self._check_weights(self.theta[1])
@@ -341,17 +336,44 @@ class Prober:
             error = prior.parameter_error()
             if error is not None:
                 raise NotRecognised(f"The prior of partition site '{name}': {error}")
-            for parameter in ("concentration", "a", "b"):
-                value = getattr(prior, parameter, None)
-                lost = None if value is None else _not_held(np.asarray(value), dtype)
-                if lost is not None:
-                    raise NotRecognised(
-                        f"Parameter `{parameter}` of partition site '{name}' is "
-                        f"{lost}, with which {dtype} cannot compute. Choose another "
-                        "value, or call `numpyro.enable_x64()` first."
-                    )
         for pair, shape in self.shapes:
-            self._check_hyper(pair, shape, first[shape.name], second[shape.name], dtype)
+            self._check_hyper(pair, shape, first[shape.name], second[shape.name])
+
+    def check_range(self, dtype: np.dtype, fixed: Collection[str]) -> None:
+        """
+        Can the sampler compute with hyperparameters that are constants? (Values of
+        latent ones that it cannot compute with have probability zero.)
+
+        :param dtype: the floats that it will have.
+        :param fixed: partition sites and observed sites that have such.
+        """
+        found = self.evaluate(self._assignments(), self.theta[0])
+
+        def check(what, value, power=1, also_small=True):
+            lost = _not_held(np.asarray(value), dtype, power, also_small)
+            if lost is not None:
+                raise NotRecognised(
+                    f"{what} is {lost}, with which {dtype} cannot compute. Choose "
+                    "another value, for instance by another unit for the column, or "
+                    "call `numpyro.enable_x64()` first."
+                )
+
+        for site, prior in self.priors.items():
+            for name in ("concentration", "a", "b"):
+                if site in fixed and hasattr(prior, name):
+                    what = f"Parameter `{name}` of partition site '{site}'"
+                    check(what, getattr(prior, name))
+        for pair, shape in self.shapes:
+            if shape.name not in fixed:
+                continue
+            clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
+            own = found[shape.name]
+            for name, value in (*own.hyper.items(), *own.given.items()):
+                what = f"Hyperparameter `{name}` of cluster sites {clusters}"
+                if name in own.given:
+                    what = f"Parameter `{name}` of observed site '{shape.name}'"
+                power = 2 if name in pair.squared else 1
+                check(what, value, power, name in pair.positive)
 
     def check_learned(self, learned: Sequence[str]) -> None:
         """
@@ -410,7 +432,7 @@ class Prober:
                 f"one value of it they are {self.probs[0]}, expected {expected}."
             )
 
-    def _check_hyper(self, pair, shape, first, second, dtype) -> None:
+    def _check_hyper(self, pair, shape, first, second) -> None:
         clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
         where = f"cluster sites {clusters} of '{shape.name}'"
         for name, value in first.given.items():
@@ -439,14 +461,6 @@ class Prober:
                 raise NotRecognised(
                     f"{what} is {value[~valid].flat[0]}; it must be finite"
                     f"{' and positive' if name in pair.positive else ''}."
-                )
-            power = 2 if name in pair.squared else 1
-            lost = _not_held(value, dtype, power, also_small=name in pair.positive)
-            if lost is not None:
-                raise NotRecognised(
-                    f"{what} is {lost}, with which {dtype} cannot compute. Choose "
-                    "another value or another unit for the column, or call "
-                    "`numpyro.enable_x64()` first."
                 )
         for name, value in first.hyper.items():
             if not _close(value, second.hyper[name]):

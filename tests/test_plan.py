@@ -20,6 +20,7 @@ from numpyro.infer import MCMC
 
 from numpyro_subanneal import (
     ChineseRestaurantProcess,
+    Grid,
     NotRecognised,
     PitmanYorProcess,
     SubsampleAnnealedGibbs,
@@ -1065,3 +1066,16 @@ def test_numpy_on_the_data_is_refused_with_the_way_out(capsys):
 def test_values_whose_squares_overflow_are_refused(scale):
     with pytest.raises(NotRecognised, match="sum of whose squares float32"):
         planning.recognise(expanded, ((X2 * scale).astype(np.float32),), {})
+
+
+def test_points_of_a_grid_that_float32_cannot_hold_are_not_refused():
+    # They have probability zero.
+    def model(x):
+        shape = numpyro.sample("shape", Grid([1e-50, 1e-49]))
+        concentration = numpyro.sample("concentration", Grid([1e-50, 1e-49]))
+        one_column(
+            var_prior=lambda: dist.InverseGamma(shape, 1.0),
+            partition=lambda n: ChineseRestaurantProcess(concentration, size=n),
+        )(x)
+
+    recognise(model, (X1,), {})
