@@ -146,13 +146,17 @@ RUNS = [
     ("known", 0, None),
     ("dirichlet", 3, SplitMerge()),
 ]
+RUN_OF_LOGITS = ("dirichlet logits", 0, None)
 by_run = pytest.mark.parametrize(
-    "run", RUNS, ids=lambda r: f"{r[0]}, {r[1]}" + (r[2] is not None) * ", splits"
+    "run",
+    # The last takes longer to run than to compile.
+    [*RUNS[:3], pytest.param(RUNS[3], marks=pytest.mark.quickly_compiled(level=1))],
+    ids=lambda r: f"{r[0]}, {r[1]}" + (r[2] is not None) * ", splits",
 )
 
 
 @cache
-def sampled(name, num_warmup, split_merge):
+def finished(name, num_warmup, split_merge):
     mcmc = MCMC(
         SubsampleAnnealedGibbs(MODELS[name], split_merge=split_merge),
         num_warmup=num_warmup,
@@ -163,6 +167,12 @@ def sampled(name, num_warmup, split_merge):
         progress_bar=False,
     )
     mcmc.run(random.key(3), X)
+    return mcmc
+
+
+@cache
+def sampled(*run):
+    mcmc = finished(*run)
     return jax.device_get(
         (
             mcmc.get_samples(group_by_chain=True),
@@ -214,30 +224,21 @@ def test_weights_are_draws_of_their_conditional(run):
         assert stats.kstest(u.ravel(), "uniform").pvalue > 1e-5, k
 
 
-@cache
-def finished(name):
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(MODELS[name], split_merge=None),
-        num_warmup=2,
-        num_samples=20,
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), X)
-    return mcmc
-
-
 def test_logits_are_another_way_to_write_probabilities():
     # Of the same weights: the same draws.
-    draws, same = (finished(n).get_samples() for n in ("dirichlet", "dirichlet logits"))
+    runs = RUNS[0], RUN_OF_LOGITS
+    draws, same = (finished(*run).get_samples() for run in runs)
     assert len(np.unique(draws["z"], axis=0)) > 5
     for name, value in draws.items():
         np.testing.assert_array_equal(same[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_arviz_predictive_and_explain_take_the_model(name, capsys):
-    model, mcmc = MODELS[name], finished(name)
-    draws = mcmc.get_samples()
+@pytest.mark.filterwarnings("ignore:More chains .* than draws")
+@pytest.mark.parametrize("run", [*RUNS[:3], RUN_OF_LOGITS], ids=lambda r: r[0])
+def test_arviz_predictive_and_explain_take_the_model(run, capsys):
+    name, *_ = run
+    model, mcmc = MODELS[name], finished(*run)
+    draws = {k: v[:20] for k, v in mcmc.get_samples().items()}
     assert set(draws) == {"z", "var", "loc"} | (
         {SITES[name]} if name in SITES else set()
     )
@@ -250,15 +251,10 @@ def test_arviz_predictive_and_explain_take_the_model(name, capsys):
 
 
 def test_init_params_may_hold_the_weights():
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(dirichlet, split_merge=None),
-        num_warmup=0,
-        num_samples=2,
-        progress_bar=False,
-    )
+    kernel = SubsampleAnnealedGibbs(dirichlet, split_merge=None)
     start = {"z": jnp.array([2, 2, 0, 0, 1]), "weights": jnp.ones(3) / 3}
-    mcmc.run(random.key(0), X, init_params=start)
-    assert mcmc.get_samples()["z"].shape == (2, N)
+    state = kernel.init(random.key(0), 0, start, (X,), {})
+    np.testing.assert_array_equal(state.z["z"], start["z"])
 
 
 def test_a_finite_mixture_does_not_count_its_own_limit_as_capacity():
@@ -279,18 +275,15 @@ def test_a_finite_mixture_does_not_count_its_own_limit_as_capacity():
 
 
 def test_rows_that_are_out_read_minus_one():
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(stick_breaking, split_merge=None),
-        num_warmup=5,
-        num_samples=2,
-        progress_bar=False,
-    )
-    mcmc.warmup(random.key(0), X, collect_warmup=True)
-    z = np.asarray(mcmc.get_samples()["z"])
-    size = np.asarray(mcmc.get_extra_fields()["subsample_size"])
-    assert ((z >= 0).sum(1) == size).all() and (z[0] == -1).any()
-    mcmc.run(random.key(1), X)
-    assert (mcmc.get_samples()["z"] >= 0).all()
+    kernel = SubsampleAnnealedGibbs(stick_breaking, split_merge=None)
+    state = kernel.init(random.key(0), 5, None, (X,), {})
+    step = jax.jit(lambda state: kernel.sample(state, (X,), {}))
+    sizes = []
+    for _ in range(6):
+        state = step(state)
+        sizes.append(int(state.subsample_size))
+        assert (state.z["z"] >= 0).sum() == sizes[-1]
+    assert sizes[0] < N and sizes[-1] == N
 
 
 # --- Refusals -----------------------------------------------------------------

@@ -33,6 +33,9 @@ from numpyro_subanneal.conjugate.special import (
     log_gamma_half_step,
 )
 
+# Compiling is most of the time here. Not so quickly where digits of float32 are tested.
+quick = pytest.mark.quickly_compiled
+
 NORMAL, DIRICHLET = NormalInverseGamma(), DirichletCategorical()
 
 
@@ -118,6 +121,7 @@ def oracle(name, values):
 # --- Another derivation of the marginals ---------------------------------------
 
 
+@quick
 @by_example
 def test_log_marginal_is_the_oracles(name, double):
     pair, hyper, values = read(name)
@@ -433,6 +437,7 @@ def scalar_stats(packed, z, num_clusters, num_rows):
     ]
 
 
+@quick
 @by_kind
 def test_block_scores_and_marginals_are_sums_over_features(kind, double):
     packed = pack(kind)
@@ -475,6 +480,7 @@ def test_block_scores_and_marginals_are_sums_over_features(kind, double):
         close(got, np.array(expected), rtol=1e-10)
 
 
+@quick
 @by_kind
 def test_block_moves_are_those_of_a_recount(kind, double):
     z = np.array([0, 1, 1, 0, 3, 3, 3, 0, 1, -1, -1, -1])
@@ -581,6 +587,7 @@ def test_pack_lays_features_end_to_end(double):
 # --- Draws --------------------------------------------------------------------
 
 
+@quick
 @by_kind
 def test_block_draws_follow_the_posterior_of_each_feature(kind):
     # Every cluster's parameters through the distribution functions of their posteriors,
@@ -694,6 +701,7 @@ def test_log_gamma_variates_are_independent_of_each_other(variates):
         assert np.abs(z).max() < 5, z
 
 
+@quick
 @pytest.mark.parametrize("size", [1, 7, 1031])
 def test_log_gamma_variates_of_any_number(size):
     # Fewer and more than are tried at a time: false alarm 1e-4 each.
@@ -704,6 +712,7 @@ def test_log_gamma_variates_of_any_number(size):
     assert stats.kstest(loggamma_cdf(np.ravel(v), 0.7), "uniform").pvalue > 1e-4
 
 
+@quick
 @pytest.mark.parametrize(
     "fn, law",
     [

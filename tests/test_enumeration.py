@@ -21,7 +21,6 @@ from scipy import special, stats
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_subanneal import (
     AbstractSchedule,
@@ -36,6 +35,7 @@ from numpyro_subanneal import (
     testing,
 )
 from numpyro_subanneal import reading as reading_
+from numpyro_subanneal.plan import recognise
 from numpyro_subanneal.schedule import Steps
 from numpyro_subanneal.subsample import Subsample
 
@@ -144,21 +144,18 @@ def exact(table, law, capacity=None):
     )
 
 
-# --- Runs through MCMC --------------------------------------------------------
+# --- Runs ---------------------------------------------------------------------
 
 NUM_CHAINS = 300
 THINNING = 8  # sweeps; `test_draws_are_nearly_independent` says why
 KEPT = 30
 DROPPED = 6  # of the kept draws, 48 sweeps, until the start is forgotten
 
-# NB: warm-ups of one length. Programs then differ by table only, as the schedule
-# travels in the state and the prior's parameters are arguments; compiling is most of
-# the time. (Without a warm-up: see the test of the capacity.)
+NUM_WARMUP = 3
 SCHEDULES = {
-    "plain": (0, None),
-    "linear": (3, LinearSchedule()),
-    "sequential": (3, SequentialGibbs()),
-    "prior": (3, PriorGibbs()),
+    "linear": LinearSchedule(),
+    "sequential": SequentialGibbs(),
+    "prior": PriorGibbs(),
 }
 RUNS = [
     ("real", "dp", "linear"),
@@ -172,26 +169,30 @@ RUNS = [
 # Of one table, the others being sampled by moves of rows alone.
 SPLIT_MERGE = {"mixed": SplitMerge()}
 parametrize_runs = pytest.mark.parametrize("run", RUNS, ids="-".join)
+FIELDS = "log_joint", "num_clusters", "subsample_size", "capacity_reached"
 
 
-def run_mcmc(table, law, schedule, seed, split_merge=None, **model_kwargs):
-    num_warmup, how = SCHEDULES[schedule]
+# NB: one program for all runs of a table, as compiling is most of the time: the prior's
+# parameters and the number of steps are arguments, and the schedule is in the state.
+@cache
+def kernel_and_program(table, capacity, dirichlet):
+    """The program takes a state so many steps on, and says what is drawn there."""
 
     def with_data(concentration, discount):
-        model(TABLES[table], concentration, discount, **model_kwargs)
+        model(TABLES[table], concentration, discount, capacity, dirichlet)
 
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(with_data, how, split_merge=split_merge),
-        num_warmup=num_warmup,
-        num_samples=THINNING * KEPT,
-        thinning=THINNING,
-        num_chains=NUM_CHAINS,
-        chain_method="vectorized",
-        progress_bar=False,
-        jit_model_args=True,
-    )
-    mcmc.run(random.key(seed), *(jnp.float32(p) for p in LAWS[law]))
-    return mcmc
+    # What splits are refused is counted too, so none where the capacity is small.
+    split_merge = SPLIT_MERGE.get(table) if capacity is None else None
+    kernel = SubsampleAnnealedGibbs(with_data, split_merge=split_merge)
+
+    @jax.jit
+    def steps(state, args, num_steps):
+        state = lax.fori_loop(
+            0, num_steps, lambda i, state: kernel.sample(state, args, {}), state
+        )
+        return state, (state.z, {name: getattr(state, name) for name in FIELDS})
+
+    return kernel, steps
 
 
 class Run(NamedTuple):
@@ -202,15 +203,18 @@ class Run(NamedTuple):
 
 @cache
 def sampled(table, law, schedule, capacity=None, dirichlet=False):
-    seed = seed_of(table, law, schedule)
-    # What splits are refused is counted too, so none where the capacity is small.
-    split_merge = SPLIT_MERGE.get(table) if capacity is None else None
-    more = {"capacity": capacity, "dirichlet": dirichlet}
-    mcmc = run_mcmc(table, law, schedule, seed, split_merge, **more)
-    draws = mcmc.get_samples(group_by_chain=True)
-    draws = {k: np.asarray(v)[:, DROPPED:] for k, v in draws.items()}
-    fields = mcmc.get_extra_fields(group_by_chain=True)
-    fields = {k: np.asarray(v)[:, DROPPED:] for k, v in fields.items()}
+    kernel, steps = kernel_and_program(table, capacity, dirichlet)
+    args = tuple(jnp.float32(p) for p in LAWS[law])
+    keys = random.split(random.key(seed_of(table, law, schedule)), NUM_CHAINS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_schedule", SCHEDULES[schedule])
+        state = kernel.init(keys, NUM_WARMUP, None, args, {})
+    state, _ = steps(state, args, NUM_WARMUP)
+    kept = []
+    for _ in range(KEPT):
+        state, found = steps(state, args, THINNING)
+        kept.append(jax.device_get(found))
+    draws, fields = jax.tree.map(lambda *v: np.stack(v, 1), *kept[DROPPED:])
     index = testing.partition_index(draws["z"], exact(table, law).partitions)
     return Run(draws, fields, index)
 
@@ -442,7 +446,7 @@ def test_capacity_restricts_the_posterior_and_is_counted():
     # False alarm: 0.1 % for the law, 1e-5 for the rate.
     posterior = exact("mixed", "dp", capacity=3)
     assert exact("mixed", "dp").probs[posterior.probs == 0].sum() > 0.1
-    run = sampled("mixed", "dp", "plain", capacity=3, dirichlet=True)
+    run = sampled("mixed", "dp", "linear", capacity=3, dirichlet=True)
     assert_law(run.index, posterior.probs)
 
     # A move could not open a cluster when three are occupied without its row. Moves
@@ -473,10 +477,9 @@ def test_law_does_not_depend_on_widths_and_chunks(num_chains, monkeypatch):
     posterior = exact("mixed", "dp")
     sizes = np.bincount(posterior.partitions.max(1), weights=posterior.probs)
     assert (sizes[1:5] > 0.04).all()
-    kernel = SubsampleAnnealedGibbs(partial(model, TABLES["mixed"]))
-    kernel.init(random.key(0), 0, None, LAWS["dp"], {})
-    plan = kernel._plan
-    prior, components, *_ = reading_.read(plan, kernel.model, LAWS["dp"], {}, {})
+    of_table = partial(model, TABLES["mixed"])
+    plan = recognise(of_table, LAWS["dp"], {})
+    prior, components, *_ = reading_.read(plan, of_table, LAWS["dp"], {}, {})
 
     def step(carry, _):
         z, order, key = carry
@@ -624,7 +627,8 @@ def annealed(schedule, num_warmup, seed):
         prior = PitmanYorProcess(*LAWS["py"], size=num_rows)
         z = prior.sample(random.key(seed + 1), (NUM_ANNEALS,))
         state = state._replace(
-            z={**state.z, "z": z}, subsample_size=jnp.full(NUM_ANNEALS, num_rows)
+            z={**state.z, "z": z.astype(jnp.int32)},
+            subsample_size=jnp.full(NUM_ANNEALS, num_rows, jnp.int32),
         )
     for _ in range(num_warmup):
         state = step(state)

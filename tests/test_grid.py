@@ -39,6 +39,10 @@ from numpyro.infer.util import log_density
 
 from numpyro_subanneal.grid import Grid, GridReparam, index_grids
 
+# Nearly all of the time is that of compiling. (Where rounding counts: as it is in use.)
+pytestmark = pytest.mark.quickly_compiled
+rounds = pytest.mark.quickly_compiled(False)
+
 # Unsorted, one value twice, one without weight, negative values and zero.
 VALUES = [3.0, -1.0, 0.0, 3.0, 0.25, 100.0]
 WEIGHTS = [1.0, 2.0, 4.0, 0.5, 0.0, 2.5]
@@ -137,6 +141,7 @@ def test_weights_far_below_the_largest_are_kept():
     np.testing.assert_allclose(grid.log_prob(2.0), -200 * np.log(10), rtol=1e-6)
 
 
+@rounds
 @pytest.mark.parametrize(
     "values",
     [
@@ -156,6 +161,7 @@ def test_neighbouring_points_are_told_apart(values):
         assert not grid.support(points[:-1] + 0.3 * np.diff(points)).any()
 
 
+@rounds
 def test_rounding_confuses_no_points_a_few_units_in_the_last_place_apart():
     ulp = np.float32(64)
     grid = Grid(np.float32(1e9) + ulp * np.float32([0, 8, 16]))
@@ -164,6 +170,7 @@ def test_rounding_confuses_no_points_a_few_units_in_the_last_place_apart():
     np.testing.assert_array_equal(grid.support(values), near)
 
 
+@rounds
 def test_the_same_grid_with_other_rounding_is_recognised():
     columns = np.random.default_rng(0).normal(size=(5, 1)) * 1e4
     values = columns + np.linspace(-3, 3, 20)
@@ -174,6 +181,7 @@ def test_the_same_grid_with_other_rounding_is_recognised():
     np.testing.assert_allclose(Grid(values).log_prob(other.T), -np.log(20), rtol=1e-6)
 
 
+@rounds
 def test_draws_of_single_precision_are_on_the_grid_in_double_and_back():
     draws = Grid([0.1, 0.7]).sample(random.key(0), (20,))
     with jax.enable_x64(True):
@@ -326,6 +334,7 @@ def test_expand_of_a_grid_without_variation_is_enumerated():
         assert expanded.log_prob(draws).shape == draws.shape
 
 
+@rounds
 @pytest.mark.parametrize("x64", [False, True])
 def test_jit_and_vmap_change_nothing(x64):
     def draw(key, values, weights):

@@ -9,12 +9,13 @@ rounding would break that; with 300 moves and scores good to 1e-6 that happens i
 one of a thousand keys, and the key is fixed.
 """
 
+from functools import cache
 import os
 import subprocess
 import sys
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from small_models import blobs
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_subanneal import (
     ChineseRestaurantProcess,
@@ -34,6 +34,10 @@ from numpyro_subanneal import (
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading as reading_
 from numpyro_subanneal.subsample import Subsample
+
+# Compiling takes longest by far. Where digits of single precision are compared it is as
+# in use.
+sooner = pytest.mark.quickly_compiled(level=1)
 
 CAPACITY, NUM_WARMUP, NUM_SAMPLES = 6, 4, 20
 KAPPA, SHAPE = 0.1, 2.0
@@ -60,31 +64,49 @@ def log_joint(z, x, mean, scale):
     )
 
 
+class Chain:
+    """One for all data of a shape: they are arguments of its program, which takes much
+    longer to compile than to run."""
+
+    def __init__(self, **options):
+        self.kernel = SubsampleAnnealedGibbs(model, **options)
+        self.program = jax.jit(self._program)
+
+    def _program(self, state, args, num_steps):
+        def kept(state, num_steps):
+            state = lax.fori_loop(
+                0, num_steps, lambda i, s: self.kernel.sample(s, args, {}), state
+            )
+            fields = {n: getattr(state, n) for n in self.kernel.default_fields}
+            return state, {**fields, **state.z}  # `z` of both is the draw's own
+
+        return lax.scan(kept, state, num_steps)
+
+    def run(self, x, mean=0.0, scale=1.0, num_samples=NUM_SAMPLES, thinning=1):
+        """Draws and fields, and the last state; `mean` and `scale` of each column."""
+        wide = np.zeros(x.shape[1])
+        args = x, wide + mean, wide + scale
+        start = self.kernel.init(random.key(0), NUM_WARMUP, None, args, {})
+        num_steps = np.full(num_samples, thinning, np.int32)
+        num_steps[0] += NUM_WARMUP
+        last, draws = jax.device_get(self.program(start, args, num_steps))
+        for name, value in draws.items():
+            assert np.isfinite(value).all(), name
+        return draws, last
+
+
 @pytest.fixture(scope="module")
-def mcmc():
-    """One `MCMC` for all data of a shape: the data are arguments of its program."""
-    return MCMC(
-        SubsampleAnnealedGibbs(model),
-        num_warmup=NUM_WARMUP,
-        num_samples=NUM_SAMPLES,
-        jit_model_args=True,
-        progress_bar=False,
-    )
+def chain():
+    return Chain()
 
 
-def run(mcmc, x, mean=0.0, scale=1.0):
-    """Draws and fields; `mean` and `scale` of each column."""
-    wide = np.zeros(x.shape[1])
-    mcmc.run(random.key(0), x, wide + mean, wide + scale)
-    draws = {**mcmc.get_samples(), **mcmc.get_extra_fields()}
-    for name, value in draws.items():
-        assert np.isfinite(value).all(), name
-    return draws
+def run(chain, *args, **kwargs):
+    return chain.run(*args, **kwargs)[0]
 
 
 @pytest.fixture(scope="module")
-def standard(mcmc):
-    return run(mcmc, BLOBS)
+def standard(chain):
+    return run(chain, BLOBS)
 
 
 def assert_log_joint(draws, x, mean=0.0, scale=1.0, rtol=1e-5, atol=1e-3):
@@ -99,8 +121,8 @@ SCALES = [2.0**20, 2.0**-20, 1e6, 1e-6, 1e12, 1e-12]
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_other_units_give_the_same_chain(mcmc, standard, scale):
-    draws = run(mcmc, BLOBS * scale, scale=scale)
+def test_other_units_give_the_same_chain(chain, standard, scale):
+    draws = run(chain, BLOBS * scale, scale=scale)
     np.testing.assert_array_equal(draws["z"], standard["z"])
     np.testing.assert_allclose(draws["loc"] / scale, standard["loc"], rtol=1e-4)
     np.testing.assert_allclose(draws["var"] / scale**2, standard["var"], rtol=1e-4)
@@ -111,16 +133,16 @@ def test_other_units_give_the_same_chain(mcmc, standard, scale):
     )
 
 
-def test_every_column_may_have_its_own_unit(mcmc, standard):
+def test_every_column_may_have_its_own_unit(chain, standard):
     scale = np.array([1e-6, 1e6])
-    draws = run(mcmc, BLOBS * scale, scale=scale)
+    draws = run(chain, BLOBS * scale, scale=scale)
     np.testing.assert_array_equal(draws["z"], standard["z"])
     np.testing.assert_allclose(draws["log_joint"], standard["log_joint"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [1.0, -100.0, 1e4])
-def test_another_origin_gives_the_same_chain(mcmc, standard, shift):
-    draws = run(mcmc, BLOBS + shift, mean=shift)
+def test_another_origin_gives_the_same_chain(chain, standard, shift):
+    draws = run(chain, BLOBS + shift, mean=shift)
     np.testing.assert_array_equal(draws["z"], standard["z"])
     # At 10^4 values are given to 1e-3.
     atol = 1e-4 + abs(shift) * 2e-7
@@ -130,20 +152,15 @@ def test_another_origin_gives_the_same_chain(mcmc, standard, shift):
     )
 
 
+@sooner
 def test_double_precision_is_used_and_a_large_origin_is_right_in_it():
     shift = 1e9
     with jax.enable_x64(True):
-        mcmc = MCMC(
-            SubsampleAnnealedGibbs(model),
-            num_warmup=NUM_WARMUP,
-            num_samples=NUM_SAMPLES,
-            jit_model_args=True,
-            progress_bar=False,
-        )
-        plain = run(mcmc, BLOBS)
+        chain = Chain()
+        plain = run(chain, BLOBS)
         assert plain["loc"].dtype == plain["log_joint"].dtype == jnp.float64
         assert plain["z"].dtype == jnp.int32
-        draws = run(mcmc, BLOBS + shift, mean=shift)
+        draws = run(chain, BLOBS + shift, mean=shift)
         np.testing.assert_array_equal(draws["z"], plain["z"])
         np.testing.assert_allclose(draws["loc"] - shift, plain["loc"], atol=1e-5)
         np.testing.assert_allclose(draws["log_joint"], plain["log_joint"], atol=1e-5)
@@ -151,10 +168,10 @@ def test_double_precision_is_used_and_a_large_origin_is_right_in_it():
 
 
 @pytest.mark.parametrize("shift", [1e9, -1e9, 1e8])
-def test_a_large_origin_is_refused_in_single_precision(mcmc, shift):
+def test_a_large_origin_is_refused_in_single_precision(chain, shift):
     x = BLOBS + [0.0, shift]
     with pytest.raises(NotRecognised) as error:
-        run(mcmc, x)
+        run(chain, x)
     for word in ("Column 1", "'x'", "float32", "enable_x64", "subtract"):
         assert word in str(error.value)
 
@@ -168,23 +185,15 @@ def test_an_exact_shift_does_not_change_the_log_joint(shift):
     noise = np.random.default_rng(0).normal(size=(num_rows, 1)) * 0.5
     x = np.round((np.where(z, 5.0, -5.0)[:, None] + noise) * 32) / 32
 
-    def value(x, mean):
-        plan, prior, components = components_of(x, mean)
-
-        @jax.jit
-        def make(z):
-            clusters = rows.collect(components, z, plan.capacity)
-            return rows.log_joint(prior, components, clusters)
-
-        return float(make(z))
-
-    np.testing.assert_allclose(value(x + shift, shift), value(x, 0.0), atol=0.1)
+    np.testing.assert_allclose(
+        log_joint_of(x + shift, shift, z), log_joint_of(x, 0.0, z), atol=0.1
+    )
 
 
-def test_values_quantised_to_one_are_a_constant_column(mcmc):
+def test_values_quantised_to_one_are_a_constant_column(chain):
     x = np.float32(BLOBS)
     x[:, 1] = np.float32(1e9)
-    draws = run(mcmc, x, mean=[0.0, 1e9])
+    draws = run(chain, x, mean=[0.0, 1e9])
     assert_log_joint(draws, x, mean=[0.0, 1e9])
 
 
@@ -192,21 +201,21 @@ def test_values_quantised_to_one_are_a_constant_column(mcmc):
 
 
 @pytest.mark.parametrize("constant", [0.0, 5.0, -1e6])
-def test_a_constant_column_does_no_harm(mcmc, standard, constant):
+def test_a_constant_column_does_no_harm(chain, standard, constant):
     # The column says nothing of the clusters but that they are many: a cluster of n
     # equal values is likelier than n of one. Here the other column decides.
     x = BLOBS.copy()
     x[:, 1] = constant
-    draws = run(mcmc, x, mean=[0.0, constant])
+    draws = run(chain, x, mean=[0.0, constant])
     assert_log_joint(draws, x, mean=[0.0, constant])
     for z in draws["z"]:
         assert len(np.unique(z[::2])) == len(np.unique(z[1::2])) == 1
         assert z[0] != z[1]
 
 
-def test_all_values_equal(mcmc):
+def test_all_values_equal(chain):
     x = np.full_like(BLOBS, 5.0)
-    draws = run(mcmc, x)
+    draws = run(chain, x)
     assert_log_joint(draws, x)
 
 
@@ -214,12 +223,12 @@ def test_all_values_equal(mcmc):
 
 
 @pytest.mark.parametrize("far", [1e4, -1e4, 1e6])
-def test_an_outlier_leaves_the_others_alone(mcmc, far):
+def test_an_outlier_leaves_the_others_alone(chain, far):
     # One row 10^4 standard deviations off, or more. Alone in a cluster it is some 50
     # nats better than with others, so that it is in none of these draws with others.
     x = BLOBS.copy()
     x[3] = far
-    draws = run(mcmc, x)
+    draws = run(chain, x)
     assert_log_joint(draws, x)
     for z in draws["z"]:
         assert (z == z[3]).sum() == 1
@@ -230,50 +239,53 @@ def test_an_outlier_leaves_the_others_alone(mcmc, far):
     assert np.abs((x[others] - loc) / np.sqrt(var)).max() < 15
 
 
-def test_heavy_tails_everywhere(mcmc):
+def test_heavy_tails_everywhere(chain):
     # A t law with one degree of freedom, 10^3 wide: no prior fits it.
     x = np.random.default_rng(0).standard_cauchy(BLOBS.shape) * 1e3
-    draws = run(mcmc, x)
+    draws = run(chain, x)
     assert_log_joint(draws, x)
 
 
 # --- Long runs ---
 
 
-def components_of(x, mean=0.0, scale=1.0):
-    wide = np.zeros(x.shape[1], np.float32)
-    args = (np.float32(x), wide + np.float32(mean), wide + np.float32(scale))
-    plan = planning.recognise(model, args, {})
+@cache
+def plan_of(shape):
+    """How the model is read; it is the same for all data of a shape."""
+    wide = np.zeros(shape[1])
+    return planning.recognise(model, (np.zeros(shape), wide, wide + 1), {})
+
+
+def read(x, mean=0.0):
+    """Plan, prior and components; also where the arguments are traced."""
+    plan = plan_of(x.shape)
+    wide = jnp.zeros(x.shape[1], jnp.float32)
+    args = jnp.asarray(x, jnp.float32), wide + mean, wide + 1
     reading = reading_.read(plan, model, args, {}, {})
     return plan, reading.prior, reading.components
 
 
-@pytest.fixture(scope="module")
-def long_step():
+@jax.jit
+def log_joint_of(x, mean, z):
+    plan, prior, components = read(x, mean)
+    return rows.log_joint(prior, components, rows.collect(components, z, plan.capacity))
+
+
+@jax.jit
+def long_step(rng_key, x, num_moves):
     """One step of very many moves, in which no statistic is made anew."""
-
-    def step(rng_key, x, num_moves):
-        plan, prior, components = components_of(x)
-
-        @jax.jit
-        def make(rng_key, z, num_moves):
-            subsample = Subsample(jnp.arange(len(x)), jnp.int32(len(x)))
-            clusters, *_ = rows.run_step(
-                rng_key,
-                lambda values, like: (prior, components),
-                (),
-                z,
-                plan.capacity,
-                subsample,
-                jnp.int32(0),
-                num_moves,
-            )
-            return clusters, rows.collect(components, clusters.z, plan.capacity)
-
-        z = jnp.zeros(len(x), jnp.int32)
-        return jax.device_get(make(rng_key, z, jnp.int32(num_moves)))
-
-    return step
+    plan, prior, components = read(x)
+    clusters, *_ = rows.run_step(
+        rng_key,
+        lambda values, like: (prior, components),
+        (),
+        jnp.zeros(len(x), jnp.int32),
+        plan.capacity,
+        Subsample(jnp.arange(len(x)), jnp.int32(len(x))),
+        jnp.int32(0),
+        jnp.asarray(num_moves, jnp.int32),
+    )
+    return clusters, rows.collect(components, clusters.z, plan.capacity)
 
 
 def assert_statistics(carried, anew, scale):
@@ -288,35 +300,29 @@ def assert_statistics(carried, anew, scale):
     np.testing.assert_allclose(got[2], square, rtol=1e-4, atol=10 * eps * scale**2)
 
 
-def test_statistics_do_not_drift_in_a_hundred_thousand_moves(long_step):
+def test_statistics_do_not_drift_in_a_hundred_thousand_moves():
     # Overlapping clusters, so that rows do move.
     x = np.random.default_rng(0).normal(size=(8, 2)) * 3
-    carried, anew = long_step(random.key(0), x, 100_000)
+    carried, anew = jax.device_get(long_step(random.key(0), x, 100_000))
     assert_statistics(carried, anew, scale=10.0)
 
 
 @pytest.mark.parametrize("far", [1e2, 1e4])
-def test_an_outlier_leaves_only_rounding_of_its_square_behind(long_step, far):
+def test_an_outlier_leaves_only_rounding_of_its_square_behind(far):
     # All rows start in one cluster, which the outlier soon leaves. (What stays behind
     # lasts until the next step, which makes all statistics anew.)
     x = np.random.default_rng(0).normal(size=(8, 2))
     x[0] = far
-    carried, anew = long_step(random.key(0), x, 50)
+    carried, anew = jax.device_get(long_step(random.key(0), x, 50))
     assert (carried.z == carried.z[0]).sum() == 1
     assert_statistics(carried, anew, scale=far)
 
 
+@sooner
 def test_ten_thousand_sweeps_of_a_tiny_table():
     x = np.array([[-1.0, 0.0], [0.5, 1.0], [1.5, -1.0], [4.0, 4.0]])
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(model),
-        num_warmup=NUM_WARMUP,
-        num_samples=10_000,
-        thinning=100,
-        progress_bar=False,
-    )
-    draws = run(mcmc, x)
-    assert int(mcmc.last_state.i) == NUM_WARMUP + 10_000
+    draws, last = Chain(split_merge=None).run(x, num_samples=100, thinning=100)
+    assert last.i == NUM_WARMUP + 10_000
     assert_log_joint(draws, x)
     assert len({tuple(z) for z in draws["z"].tolist()}) > 2
 
