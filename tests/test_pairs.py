@@ -433,13 +433,11 @@ TWINS = {
     "NormalGamma": "NormalInverseGamma",
     "LogNormalGamma": "LogNormalInverseGamma",
 }
-# Pairs of logarithms, of which one is sampled: they differ in the pair that they take
-# logarithms to, which is sampled itself (the next test again).
-OF_LOGARITHMS = ("LogNormalKnownMean", "LogNormalKnownScale")
-SAMPLED = [
-    c for c in CASES if c not in LOGITS and c.pair not in {*TWINS, *OF_LOGARITHMS}
-]
-sampled_cases = pytest.mark.parametrize("case", SAMPLED, ids=lambda c: c.pair)
+sampled_cases = pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c not in LOGITS and c.pair not in TWINS],
+    ids=lambda c: c.pair,
+)
 
 
 def test_every_pair_has_a_case():
@@ -475,22 +473,6 @@ def test_forms_by_precision_make_the_moves_of_those_by_variance(name):
     assert len(read_off[0]) > len({"mean", "kappa", "shape", "rate"})
     for a, b in zip(*read_off, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", OF_LOGARITHMS)
-def test_pairs_of_logarithms_differ_in_what_they_take_them_to(name):
-    pairs = {type(p).__name__: type(p) for p in PAIRS}
-    one, another = pairs[name], pairs["LogNormalInverseGamma"]
-    own = {"normal", "prior", "form", "given", "positive", "location", "in_statistics"}
-    for attribute in dir(another):
-        if not attribute.startswith("__") and attribute not in {*own, "_abc_impl"}:
-            assert getattr(one, attribute) is getattr(another, attribute), attribute
-    sampled = {c.pair for c in SAMPLED}
-    assert another.__name__ in sampled
-    assert type(one.normal) is pairs[name.removeprefix("Log")]
-    assert type(one.normal).__name__ in sampled
-    for attribute in own - {"normal", "form"}:
-        assert getattr(one, attribute) is getattr(one.normal, attribute), attribute
 
 
 def model(case, x, mask):
@@ -662,7 +644,7 @@ def sampled(name, moves=moves_of_rows, kept=KEPT):
 @sampled_cases
 def test_partitions_follow_the_enumerated_posterior(case):
     # 2,400 draws for each of twelve laws, thinned until their correlation is low. False
-    # alarm: 1e-3 a pair, 1.9 % for all.
+    # alarm: 1e-3 a pair, 2.1 % for all.
     assert_follows_the_posterior(case, sampled(case.pair))
 
 
