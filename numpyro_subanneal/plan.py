@@ -881,8 +881,7 @@ class _Reader:
                 data,
                 live,
             )
-            prober.check_prior()
-            prober.check_range(dtype, fixed)
+            prober.check_prior(dtype, fixed)
             prober.check_exchangeable()
             prober.check_learned([n for n in hyper if n not in self.siblings])
             by_row = prober.given_by_row()

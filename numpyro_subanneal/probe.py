@@ -326,7 +326,14 @@ class Prober:
 
     # --- the prior -----------------------------------------------------------------
 
-    def check_prior(self) -> None:
+    def check_prior(self, dtype: np.dtype, fixed: Collection[str]) -> None:
+        """
+        Are the priors of the partitions and of the cluster sites what pairs expect?
+
+        :param dtype: the floats that the sampler will have.
+        :param fixed: partition sites and observed sites of which the hyperparameters
+            are constants.
+        """
         labels = self._assignments()
         second = self.evaluate(labels, self.theta[1])
         self._check_weights(self.theta[1])
@@ -338,16 +345,11 @@ class Prober:
                 raise NotRecognised(f"The prior of partition site '{name}': {error}")
         for pair, shape in self.shapes:
             self._check_hyper(pair, shape, first[shape.name], second[shape.name])
+        self._check_range(first, dtype, fixed)
 
-    def check_range(self, dtype: np.dtype, fixed: Collection[str]) -> None:
-        """
-        Can the sampler compute with hyperparameters that are constants? (Values of
-        latent ones that it cannot compute with have probability zero.)
-
-        :param dtype: the floats that it will have.
-        :param fixed: partition sites and observed sites that have such.
-        """
-        found = self.evaluate(self._assignments(), self.theta[0])
+    def _check_range(self, found, dtype, fixed) -> None:
+        """Can the sampler compute with hyperparameters that are constants? (Values of
+        latent ones that it cannot compute with have probability zero.)"""
 
         def check(what, value, power=1, also_small=True):
             lost = _not_held(np.asarray(value), dtype, power, also_small)

@@ -1078,4 +1078,4 @@ def test_points_of_a_grid_that_float32_cannot_hold_are_not_refused():
             partition=lambda n: ChineseRestaurantProcess(concentration, size=n),
         )(x)
 
-    recognise(model, (X1,), {})
+    planning.recognise(model, (X1,), {})
