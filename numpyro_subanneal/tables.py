@@ -417,6 +417,33 @@ class Table:
             raise ValueError(_unknown(name, columns))
         return columns[name]
 
+    def sites(self, *names: Hashable) -> dict[str, list[int]]:
+        """
+        Where columns are in the models: by observed site, their places in it. So
+        :class:`~numpyro_subanneal.Posterior` takes them, as `columns` and as `given`.
+
+        :param names: their names in the DataFrame.
+        :raises ValueError: if there is no column of a name, or it is not in the model.
+
+        **Example**
+
+        .. doctest::
+
+            >>> import pandas as pd
+            >>> from numpyro_subanneal import Table
+
+            >>> cells = {"sex": ["f", "m"], "kg": [3.7, 4.1], "cm": [1.5, 2.5]}
+            >>> Table.from_dataframe(pd.DataFrame(cells)).sites("cm", "sex")
+            {'real': [1], 'categorical_2': [0]}
+        """
+        found: dict[str, list[int]] = {}
+        for name in names:
+            column = self.column(name)
+            if column.site is None:
+                raise ValueError(f"Column {name!r} is ignored: {column.why}.")
+            found.setdefault(column.site, []).append(column.site_position)
+        return found
+
     @property
     def coords(self) -> dict[str, np.ndarray]:
         """

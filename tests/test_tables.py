@@ -381,6 +381,34 @@ def test_model_order_is_by_type_then_as_in_the_dataframe():
     assert list(table.decode()) == list(df)
 
 
+def test_columns_are_found_in_the_sites_of_the_models():
+    df = pd.DataFrame(
+        {
+            "a": ["u", "v", "w", "u"],
+            "b": [0.5, 1.5, 2.5, 3.5],
+            "c": ["x", "y", "x", "y"],
+            "d": [1.5, 0.5, 3.5, 2.5],
+            "e": ["r", "s", "t", "t"],
+            "f": [None] * 4,
+        }
+    )
+    table = make(df, types={"c": "categorical", "f": "ignore"})
+    found = table.sites("e", "d", "c", "a")
+    assert found == {"categorical_3": [1, 0], "real": [1], "categorical_2": [0]}
+    # The places are those in the values that the models observe.
+    with handlers.seed(rng_seed=0):
+        trace = handlers.trace(mixture.mixed).get_trace(**table.model_args)
+    for site, places in found.items():
+        for place in places:
+            (name,) = (n for n in "abcde" if table.sites(n) == {site: [place]})
+            own = cells(table, name)
+            assert trace[site]["value"][:, place].tolist() == own
+    with pytest.raises(ValueError, match="'f' is ignored: "):
+        table.sites("b", "f")
+    with pytest.raises(ValueError, match="'g'"):
+        table.sites("g")
+
+
 def test_wide_tables_are_encoded_fast():
     n, rng = 100_000, np.random.default_rng(0)
     letters = np.array(list("abcdefghij"))
