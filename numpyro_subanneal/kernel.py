@@ -124,8 +124,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     Subsample-annealed collapsed Gibbs sampling of mixture models.
 
     The model is an ordinary NumPyro model: a partition site
-    (:class:`~numpyro_subanneal.distributions.ChineseRestaurantProcess` or
-    :class:`~numpyro_subanneal.distributions.PitmanYorProcess`), cluster parameters in a
+    (:class:`~numpyro_subanneal.distributions.ChineseRestaurantProcess`,
+    :class:`~numpyro_subanneal.distributions.PitmanYorProcess` or another law of
+    :mod:`~numpyro_subanneal.distributions`, or a `Categorical` in a plate of rows, its
+    weights a Dirichlet's, those of a broken stick or known), cluster parameters in a
     plate whose size is the capacity, and observed sites whose likelihoods index them by
     the partition. The kernel recognises the conjugate pairs, integrates the cluster
     parameters out, and samples the partition; the parameters are drawn afterwards, in
@@ -226,7 +228,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     ):
         if not callable(model):
             raise ValueError(
-                f"`model` must be a callable NumPyro model, got {model!r}."
+                "`model` must be a callable NumPyro model, got an object of type "
+                f"{type(model).__name__}."
             )
         if schedule is None:
             schedule = LinearSchedule()

@@ -18,6 +18,15 @@ from numpyro_subanneal.typing import Array
 
 # Those of Okabe and Ito, but for yellow and black.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+__all__ = [
+    "plot_dependence",
+    "plot_predictive",
+    "plot_similarity",
+    "plot_table",
+    "plot_trace",
+    "similarity_order",
+]
+
 _MAP = "viridis"
 _MISSING = "0.75"
 
