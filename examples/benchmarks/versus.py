@@ -317,9 +317,12 @@ def run_lace(data, args, about):
 
     steps = lace.StateTransition
     columns = {"ID": [f"row {n}" for n in data.train]}
-    codes = {f"c{d}": int(c) for d, c in enumerate(data.num_categories)}
-    for d, (name, size) in enumerate(codes.items()):
-        own = data.x[data.train, d]
+    codes = {}
+    for d, size in enumerate(data.num_categories.tolist()):
+        own, name = data.x[data.train, d], f"c{d}"
+        if len(np.unique(own[~np.isnan(own)])) < 2:
+            continue  # Lace refuses columns that are constant
+        codes[name] = size
         cells = [None if np.isnan(v) else int(v) if size else float(v) for v in own]
         kind = pl.UInt32 if size else pl.Float64
         columns[name] = pl.Series(cells, dtype=kind)
@@ -360,7 +363,9 @@ def run_lace(data, args, about):
             )
             sweeps += num
             if watch.due:
-                views = np.array(engine.column_assignment(0))
+                # What Lace was not given goes with its first view.
+                views = np.zeros(len(data.num_categories), int)
+                views[[int(name[1:]) for name in codes]] = engine.column_assignment(0)
                 clusters = [np.array(z) for z in engine.row_assignments(0)]
                 watch.note(views, clusters, sweeps=sweeps)
             left = min(watch.next, args.seconds) - watch.seconds
@@ -597,6 +602,8 @@ def main():
             records = run(name, tool, args)
             if records:
                 found[name][tool] = records
+        if not found[name]:
+            raise SystemExit(f"No tool has a result on {name}.")
         show(name, data, found[name])
     draw(found, args.out)
     print(f"\n{args.out}: score against time")
