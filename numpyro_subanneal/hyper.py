@@ -389,8 +389,9 @@ def find_separable(
             factors = target.factors(names, target.trace({**a, **new}))
             return dict(zip(names, factors, strict=True))
 
-        # NB: once for all sites, as this takes longer to trace than to compute.
-        each = jax.vmap(terms)(stacked)
+        # NB: traced once for all sites, which takes longer than to compute it; one after
+        # another, as all at once would be large in a wide table.
+        each = lax.map(terms, stacked)
         out, start = {}, 0
         for site in many:
             stop = start + len(trials[site.name])
