@@ -389,7 +389,7 @@ def find_separable(
             factors = target.factors(names, target.trace({**a, **new}))
             return dict(zip(names, factors, strict=True))
 
-        # NB: traced once for all sites, which takes longer than to compute it; one after
+        # NB: traced once for all sites, as that takes longest; computed one after
         # another, as all at once would be large in a wide table.
         each = lax.map(terms, stacked)
         out, start = {}, 0
