@@ -16,8 +16,6 @@ import numpy as np
 
 from numpyro_subanneal.typing import Array
 
-# Those of Okabe and Ito, but for yellow and black.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 __all__ = [
     "plot_dependence",
     "plot_predictive",
@@ -27,6 +25,8 @@ __all__ = [
     "similarity_order",
 ]
 
+# Those of Okabe and Ito, but for yellow and black.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _MAP = "viridis"
 _MISSING = "0.75"
 

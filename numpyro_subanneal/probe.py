@@ -46,6 +46,14 @@ Labels: TypeAlias = dict[str, np.ndarray]
 """Assignments of rows, and of features to views, by site."""
 
 
+def _parameter_name(shape: SiteShape, name: str, given: bool) -> str:
+    """Words for a hyperparameter, or a known parameter of the likelihood."""
+    if given:
+        return f"Parameter `{name}` of observed site '{shape.name}'"
+    clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
+    return f"Hyperparameter `{name}` of cluster sites {clusters} of '{shape.name}'"
+
+
 def _not_held(
     value: np.ndarray, dtype: np.dtype, power: int = 1, also_small: bool = True
 ) -> float | None:
@@ -368,12 +376,9 @@ class Prober:
         for pair, shape in self.shapes:
             if shape.name not in fixed:
                 continue
-            clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
             own = found[shape.name]
             for name, value in (*own.hyper.items(), *own.given.items()):
-                what = f"Hyperparameter `{name}` of cluster sites {clusters}"
-                if name in own.given:
-                    what = f"Parameter `{name}` of observed site '{shape.name}'"
+                what = _parameter_name(shape, name, name in own.given)
                 power = 2 if name in pair.squared else 1
                 check(what, value, power, name in pair.positive)
 
@@ -456,10 +461,8 @@ class Prober:
             valid = np.isfinite(value)
             if name in pair.positive:
                 valid &= value > 0
-            what = f"Hyperparameter `{name}` of {where}"
-            if name in first.given:
-                what = f"Parameter `{name}` of observed site '{shape.name}'"
             if not valid.all():
+                what = _parameter_name(shape, name, name in first.given)
                 raise NotRecognised(
                     f"{what} is {value[~valid].flat[0]}; it must be finite"
                     f"{' and positive' if name in pair.positive else ''}."

@@ -240,6 +240,7 @@ class NormalKnownMean(AbstractConjugatePair):
         "with constants shape, rate and loc."
     )
     positive = frozenset({"shape", "rate"})
+    squared = frozenset({"loc"})
 
     def parameters(self, theta):
         return {"scale": jnp.sqrt(theta["variance"])}
@@ -405,7 +406,6 @@ class NormalKnownScaleByRow(NormalKnownScale):
     given = ()
     given_by_row = ("scale",)
     positive = frozenset({"scale0"})
-    squared = frozenset({"mean", "scale0", "scale"})
 
     def data_error(self, x, hyper):
         scale = np.broadcast_to(hyper["scale"], x.shape)
