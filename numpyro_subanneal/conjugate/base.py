@@ -1070,7 +1070,7 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
         return ~jnp.all(carry[1])
 
     def gather_rejected(done):
-        rank = lax.associative_scan(jnp.add, (~done).astype(jnp.int32)) - 1
+        rank = _ranks(~done)
         index = jnp.full(window, size, jnp.int32)
         return index.at[jnp.where(done, window, rank)].set(
             jnp.arange(size, dtype=jnp.int32), mode="drop"
@@ -1093,6 +1093,22 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     index = jnp.full(window, size, jnp.int32)
     start = value, accepted | invalid, index, jnp.ones((), jnp.int32)
     return lax.while_loop(unfinished, retry, start)[0].reshape(shape)
+
+
+def _ranks(which):
+    """Positions of the true elements of `which` among them, in some order."""
+    # NB: not a cumulative sum, for which XLA compiles a kernel for every power of two.
+    size = which.shape[0]
+    length = max(1, round(size**0.5))
+    lanes = jnp.pad(which, (0, -size % length)).reshape(length, -1)
+
+    def count(before, row):
+        return before + row, before
+
+    start = jnp.zeros(lanes.shape[1], jnp.int32)
+    total, within = lax.scan(count, start, lanes.astype(jnp.int32))
+    _, first = lax.scan(count, jnp.zeros((), jnp.int32), total)
+    return (within + first).reshape(-1)[:size]
 
 
 def _propose(u, a):

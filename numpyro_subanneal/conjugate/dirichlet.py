@@ -4,10 +4,11 @@
 """Categories of unknown probabilities."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -275,6 +276,22 @@ class DirichletMultinomial(AbstractConjugatePair):
         return each.sum(-1) + coefficient - rest - jnp.where(size > 0, change, 0)
 
 
+_PART = 24
+
+
+def _sum_of_gathered(each: Array) -> Array:
+    """Sum over features, the first axis, of what has just been gathered."""
+    # XLA turns a sum over more than 32 elements into two, of which the first is neither
+    # vectorised nor fused with the gather: at 68 features and 64 clusters 2.3 us in
+    # place of 1.2. With very many features there is nothing to gain, and the barrier
+    # keeps the search for the maximum from doing it all cluster by cluster.
+    size = each.shape[0]
+    if each.ndim == 1 or not _PART < size <= 5 * _PART:
+        return each.sum(0)
+    parts = [each[i : i + _PART].sum(0) for i in range(0, size, _PART)]
+    return lax.optimization_barrier(reduce(jnp.add, parts))
+
+
 class Counts(NamedTuple):
     """
     - **category** - rows with this category, integers ``[categories, clusters]``.
@@ -529,7 +546,7 @@ class CountBlock(AbstractBlock):
     def _sum(self, x, each, total, view):
         """Log predictive density of row `x`, of that of its categories and totals."""
         if not self.by_feature:
-            return each.sum(0) - total
+            return _sum_of_gathered(each) - total
         each = each - total
         if x.live is not None:
             each = jnp.where(x.live.reshape(-1, *(1,) * (each.ndim - 1)), each, 0)
@@ -553,13 +570,22 @@ class CountBlock(AbstractBlock):
         by_cell = jnp.broadcast_to(by, (num, 2)).T.reshape(-1)
         category = stats.category.at[xs, each].add(by_cell)
         changed = jnp.log(category[xs, each] + hyper.category[xs])
-        totals = self._totals_of(ks, view)
-        total = stats.total.at[totals].add(by)
-        log_total = self._log_totals(hyper, total[totals])
-        return Counts(category, total), CountTables(
-            tables.category.at[xs, each].set(changed),
-            tables.total.at[totals].set(log_total),
-        )
+        by_category = tables.category.at[xs, each].set(changed)
+        if self.by_feature:
+            totals = self._totals_of(ks, view)
+            total = stats.total.at[totals].add(by)
+            log_total = self._log_totals(hyper, total[totals])
+            by_total = tables.total.at[totals].set(log_total)
+        else:
+            # Few enough to be written as a whole, which is one kernel.
+            slots = jnp.arange(stats.total.shape[-1], dtype=jnp.int32)
+            left, joined = slots == taken.k, slots == k
+            total = stats.total - jnp.where(left, taken.by, 0)
+            total = total + jnp.where(joined, by[1], 0)
+            log_total = self._log_total(hyper, total[k])
+            by_total = jnp.where(left, taken.log_total, tables.total)
+            by_total = jnp.where(joined, log_total, by_total)
+        return Counts(category, total), CountTables(by_category, by_total)
 
     def join(self, hyper, stats, tables, x, ks, live):
         by = jnp.expand_dims(x.where(live, 1, 0), -1)
@@ -595,7 +621,7 @@ class CountBlock(AbstractBlock):
     def draw(self, rng_key, hyper, stats):
         # Gelman et al. (2013), appendix A: normalised gamma variates.
         concentration = stats.category + hyper.category[:, None]
-        log_weight = loggamma(rng_key, concentration).T
+        log_weight = loggamma(rng_key, concentration.T)
         values: dict[str, Any] = {}
         start = 0
         for site in self.sites:
