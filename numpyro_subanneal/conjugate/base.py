@@ -687,7 +687,7 @@ class DenseBlock(AbstractBlock):
         k_each = at_features(k, view)
         column = _read(stats, k_each)
         column = self._step(self.pair.remove, hyper, column, x, live, k_each)
-        return Taken(k, column, self._table(hyper, column))
+        return Taken(k, column, _by_itself(self._table, hyper, column))
 
     def score(self, hyper, stats, tables, taken, x, view=None):
         del stats
@@ -715,7 +715,7 @@ class DenseBlock(AbstractBlock):
             lambda t, s: jnp.where(same, t, s), taken.column, _read(stats, k)
         )
         column = self._step(self.pair.add, hyper, column, x, live, k)
-        table = self._table(hyper, column)
+        table = _by_itself(self._table, hyper, column)
         ks = jnp.stack([was, k], -1)
         each = jnp.arange(self.num_features)[:, None]
         where = (Ellipsis, ks) if view is None else (slice(None), each, ks)
@@ -797,7 +797,7 @@ class DenseBlock(AbstractBlock):
             return jax.vmap(one, in_axes=(0, -1, 0))(hyper.values, column, cell)
 
         args = column, x.cell
-        leaves = each(*args) if k is None else _by_itself(k, each, *args)
+        leaves = each(*args) if k is None else _by_itself(each, *args)
         changed = jax.vmap(_pack, out_axes=-1)(leaves)
         if x.live is not None:
             live = live & x.live
@@ -876,17 +876,12 @@ def _unpacker(like: Sequence[Any]) -> Callable[[tuple[Array, ...]], tuple[Array,
     return unpack
 
 
-def _by_itself(k: Array, fn: Callable, *args: Any) -> Any:
+def _by_itself(fn: Callable, *args: Any) -> Any:
     """
-    ``fn(*args)`` for a cluster `k`, and computed once: as a branch that is always
-    taken, which XLA does not know. It would fuse `fn` into each of its users instead,
-    and there computes it element by element, for every table that is written.
+    ``fn(*args)``, computed once: XLA would fuse `fn` into each of its users instead,
+    and there compute it element by element, for every table that is written.
     """
-    # What depends on hyperparameters alone stays outside, where loops compute it once.
-    fn = hoist(fn, *args)
-    shapes = jax.eval_shape(fn, *args)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return lax.cond(jnp.ravel(k)[0] >= 0, fn, lambda *_: zeros, *args)
+    return lax.optimization_barrier(fn(*args))
 
 
 def put_own(scores: Array, k: Array, own: Array) -> Array:
