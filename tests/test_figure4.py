@@ -356,7 +356,7 @@ def test_anneal_on_hospitals_is_better_than_sequential_and_varies_less():
     which half of the chains go as far. Fails for right code in about 1 of 100 keys.
     """
     data = which_rows.of_dataset(datasets.load("hospital", DATA))
-    anneal, others = at_equal_moves(data, 20, 8)
+    anneal, others = at_equal_moves(data, 12, 8)
     assert anneal.mean() > others["Sequential+Gibbs"].mean()
     prior = others["Prior+Gibbs"]
     error = np.sqrt((anneal.var(ddof=1) + prior.var(ddof=1)) / 8)

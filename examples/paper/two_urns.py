@@ -386,7 +386,7 @@ def draw(laws, distances, path):
         ax.set_title(name + distance, fontsize=10)
     figure.supxlabel("share of the reds on the left")
     figure.supylabel("share of the blues on the left")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 

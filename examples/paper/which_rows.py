@@ -325,6 +325,7 @@ def compare(
     split_merge=False,
     shares=(),
     num_candidates=4,
+    only=None,
 ):
     """
     Both tables, as the names of their rows and the measures of all chains.
@@ -332,6 +333,7 @@ def compare(
     :param churn: rows churned for each row added.
     :param num_sweeps: sweeps over all rows after the anneal.
     :param shares: of the moves, which the anneal has.
+    :param only: names of ways to choose rows, beside uniform; all by default.
     """
     rare = sizes_of(strata(data.columns))
     linear = LinearSchedule(churn)
@@ -340,6 +342,8 @@ def compare(
     if data.z is not None:
         oracle = RareFirst(churn, sizes_of(data.z), num_candidates)
         programs["planted strata first"] = oracle
+    if only is not None:
+        programs = {k: v for k, v in programs.items() if k in ("uniform", *only)}
     runs, states, baseline = [], [], None
     num_steps = NUM_WARMUP + num_sweeps
     for name, schedule in programs.items():
@@ -391,6 +395,7 @@ def main(argv=None):
         "--split-merge", action="store_true", help="of clusters; the paper has none"
     )
     parser.add_argument("--num-candidates", type=int, default=4, help="for a place")
+    parser.add_argument("--only", nargs="*", help="these ways, beside uniform")
     parser.add_argument("--dataset", help="in place of the planted table")
     parser.add_argument("--data", default="data", help="folder with the files")
     args = parser.parse_args(argv)
@@ -409,6 +414,7 @@ def main(argv=None):
         args.split_merge,
         args.shares,
         args.num_candidates,
+        args.only,
     )
     title = f"Which rows: {1 + args.churn} sweeps of annealing, {args.num_sweeps} more"
     show(title, which, args.seeds, expected)
