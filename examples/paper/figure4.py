@@ -57,6 +57,7 @@ import pickle
 import time
 
 import datasets  # noqa: I001  (beside this file)
+import drawing
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -561,8 +562,7 @@ def draw(results: Results) -> Path:
     handles = [plt.Line2D([], [], color=color, label=s) for s, color in lines.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
     path = results.folder / "figure4.png"
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+    drawing.save(figure, path)
     return path
 
 
