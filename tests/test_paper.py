@@ -331,12 +331,14 @@ def test_time_of_the_anneal_is_a_power_of_the_distance():
 def test_scaling_local_runs(capsys, tmp_path):
     scaling_local.main(
         "--cold 5 10 20 --relaxation 5 10 20 --exact 5 10 20 --simulated 30 40 50"
-        f" --num-chains 1000 --out {tmp_path / 'times.npz'}".split()
+        f" --num-chains 1000 --out {tmp_path / 'times.npz'}"
+        f" --figure {tmp_path / 'times.png'}".split()
     )
     text = capsys.readouterr().out
     for words in ("Cold, from prior", "relaxation", "exact law", "1000 chains"):
         assert words in text
     assert np.load(tmp_path / "times.npz")["cold"].shape == (3, 3, 4)
+    assert (tmp_path / "times.png").stat().st_size > 5_000
 
 
 # --- Theorem 2 ----------------------------------------------------------------
@@ -414,8 +416,10 @@ def test_scaling_global_runs(capsys, tmp_path):
     # Of the same shape as in the test of the kernel's law: it is not compiled again.
     scaling_global.main(
         f"--sizes 5 10 15 --num-balls 10 --kernel {RED + BLUE} --churns {CHURNS}"
-        f" --num-chains {NUM_DRAWS} --out {tmp_path / 'found.npz'}".split()
+        f" --num-chains {NUM_DRAWS} --out {tmp_path / 'found.npz'}"
+        f" --figure {tmp_path / 'found.png'}".split()
     )
+    assert (tmp_path / "found.png").stat().st_size > 5_000
     last = capsys.readouterr().out.splitlines()[-1].split()
     annealed, exact, error = map(float, last[2:5])
     assert abs(annealed - exact) < 3.3 * error + 0.001
