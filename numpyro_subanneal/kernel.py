@@ -845,6 +845,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             record=(state.split_merge, state.feature_moves),
             layout=plan.layout,
             labels=labels,
+            chooser=self._schedule if self._schedule.chooses_rows else None,
         )
         hyper, hyper_state = step.values
         prior, components = step.prior, step.components

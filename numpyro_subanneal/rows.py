@@ -28,6 +28,7 @@ from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import AbstractBlock, ByView, Observed
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.subsample import (
+    Chooser,
     Churn,
     Moves,
     Subsample,
@@ -188,6 +189,7 @@ def run_step(
     record: Any = None,
     layout: Layout | None = None,
     labels: tuple[Array, ...] = (),
+    chooser: Chooser | None = None,
 ) -> Step:
     """
     Make the moves of one step.
@@ -210,6 +212,7 @@ def run_step(
     :param record: what `jump` is given the first time.
     :param layout: of features in views, if they are.
     :param labels: views of the elements of each site of views.
+    :param chooser: what chooses the rows that leave and enter, if they are not uniform.
     """
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
@@ -218,7 +221,7 @@ def run_step(
         chunk = min(chunk, max(_NOISE_MOVES, _CHUNK // layout.num_views))
     prior, start = law(values, None)
     clusters = collect(start, z, capacity, layout, labels)
-    turns = turn is not None or jump is not None
+    turns = any(x is not None for x in (turn, jump, chooser))
     if turn is None:
 
         def law_now(values):
@@ -238,7 +241,9 @@ def run_step(
         most = jnp.int32(chunk)
         if turns:
             most = jnp.clip(subsample.size - since, 1, most)
-        subsample, churn, moves = draw_moves(key_churn, subsample, churn, chunk, most)
+        subsample, churn, moves = draw_moves(
+            key_churn, subsample, churn, chunk, most, chooser, since
+        )
         prior, components = law_now(values)
         clusters, more = _run_moves(
             key_moves, prior, components, clusters, moves, layout

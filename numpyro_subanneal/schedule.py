@@ -9,13 +9,20 @@ step the additions are spread evenly among the churns, so the size of the subsam
 changes by at most one row at a time (Obermeyer et al. 2014, section 2.4). After the
 warm-up every step makes as many random-scan moves as there are rows: exact Gibbs
 sampling.
+
+It may also choose which rows leave and enter while not all are in.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from numpyro_subanneal.subsample import below
+from numpyro_subanneal.typing import Array
 
 
 class Steps(NamedTuple):
@@ -45,7 +52,8 @@ class Steps(NamedTuple):
 
 class AbstractSchedule(ABC):
     """
-    A schedule of subsample sizes. Subclasses implement :meth:`steps`.
+    A schedule of subsample sizes. Subclasses implement :meth:`steps`; they may also
+    choose rows, by :meth:`leaving` and :meth:`entering`.
 
     - **starts_full** - True if the chain starts with all rows in, assigned by a draw
       from the partition's prior; False if it starts empty.
@@ -81,9 +89,106 @@ class AbstractSchedule(ABC):
             (to 0 if the schedule starts full).
         """
 
+    def leaving(self, bits: Array, order: Array, size: Array, move: Array) -> Array:
+        """
+        Which row leaves at a churn: its position in the subsample, uniform by default.
+
+        A row keeps its position as long as it is in; the one that enters takes the
+        place of the one that leaves, and one that is added comes last. Which rows are
+        in during the anneal is free, but should not depend on what the chain has found:
+        the method is told nothing of it. Where all rows are in, no row is chosen, and a
+        step is an exact sweep whatever this method does. It is traced by JAX, with
+        scalars but for `order`.
+
+        .. doctest::
+
+            >>> import jax.numpy as jnp
+            >>> from numpyro_subanneal import LinearSchedule
+            >>> class RoundRobin(LinearSchedule):
+            ...     '''First in, first out: rows leave in the order of positions.'''
+            ...
+            ...     def leaving(self, bits, order, size, move):
+            ...         return move
+
+        :param bits: 32 random bits, as an unsigned integer.
+        :param order: a permutation of the rows, of which the first `size` are in.
+        :param size: number of rows in.
+        :param move: how many rows have moved, of the `size` of the current turnover of
+            the subsample.
+        :return: an integer in ``0..size - 1``.
+        """
+        del order, move
+        return below(bits, size)
+
+    def entering(self, bits: Array, order: Array, size: Array, vacant: Array) -> Array:
+        """
+        Which row enters, at a churn and where one is added: its position, uniform by
+        default over the rows out, the one that has just left included.
+
+        :param bits: 32 random bits, independent of those that :meth:`leaving` has.
+        :param order: a permutation of the rows.
+        :param size: number of rows in after the move.
+        :param vacant: the position to be filled: in `order`, that of the row that has
+            left, or, where one is added, ``size - 1``, of the first row out.
+        :return: `vacant`, or an integer in ``size..N - 1``.
+        """
+        which = below(bits, order.shape[0] - size + 1)
+        return jnp.where(which == 0, vacant, size - 1 + which)
+
+    @property
+    def chooses_rows(self) -> bool:
+        """Whether the schedule chooses rows otherwise than by default."""
+        cls = type(self)
+        default = AbstractSchedule
+        return (cls.leaving, cls.entering) != (default.leaving, default.entering)
+
+    def _check_choices(self, num_rows: int) -> None:
+        """Choices of some random bits, at some sizes of the subsample: what a step
+        would put right without a word."""
+        rng = np.random.default_rng(0)
+        num = 200
+        bits = rng.integers(2**32, size=(2, num), dtype=np.uint32)
+        sizes = np.unique([1, (num_rows + 1) // 2, num_rows]).repeat(num)
+        bits = np.tile(bits, len(sizes) // num)
+        moves = (rng.random(len(sizes)) * sizes).astype(np.int32)
+        vacant = (rng.random(len(sizes)) * sizes).astype(np.int32)
+        sizes = sizes.astype(np.int32)
+        order = jnp.asarray(rng.permutation(num_rows), jnp.int32)
+        for method, args in (
+            ("leaving", (bits[0], sizes, moves)),
+            ("entering", (bits[1], sizes, vacant)),
+        ):
+
+            def choose(bits, size, other, method=method):
+                return getattr(self, method)(bits, order, size, other)
+
+            name = f"{type(self).__name__}.{method}"
+            with jax.ensure_compile_time_eval():
+                found = jax.jit(jax.vmap(choose))(*map(jnp.asarray, args))
+            found = np.asarray(found)
+            if found.shape != sizes.shape or found.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} returned an array of shape {found.shape[1:]} and dtype "
+                    f"{found.dtype}; it must choose one position, an integer."
+                )
+            if method == "leaving":
+                wrong = (found < 0) | (found >= sizes)
+                law = "a position in the subsample, 0..size - 1"
+            else:
+                wrong = (found != vacant) & ((found < sizes) | (found >= num_rows))
+                law = f"`vacant`, or that of a row out, size..{num_rows - 1}"
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                raise ValueError(
+                    f"{name} chose {found[i]} where size = {sizes[i]}"
+                    + (f" and vacant = {vacant[i]}" if method == "entering" else "")
+                    + f"; it must choose {law}."
+                )
+
     def checked_steps(self, num_rows: int, num_warmup: int) -> Steps:
         """
-        :meth:`steps`, checked: what the kernel calls.
+        :meth:`steps`, checked: what the kernel calls. Of the rows that a schedule
+        chooses, a sample is checked.
 
         :raises ValueError: naming the law that the schedule breaks.
         """
@@ -124,6 +229,8 @@ class AbstractSchedule(ABC):
                 f"{name}.steps makes {most} moves in one warm-up step; the most is "
                 f"{_MOST_MOVES}. Spread them over more steps (`num_warmup`)."
             )
+        if self.chooses_rows:
+            self._check_choices(num_rows)
         return Steps(added.astype(np.int32), churned.astype(np.int32))
 
 

@@ -6,10 +6,11 @@
 A permutation of the rows, of which the first `size` are in. Taking out a uniformly
 random row, or putting one in, is a swap: O(1). Neither depends on the assignments, so
 the rows that leave and enter are drawn ahead of the moves that use them, a chunk at a
-time.
+time. A schedule may choose them otherwise
+(:meth:`~numpyro_subanneal.schedule.AbstractSchedule.leaving`).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 from jax import lax, random
@@ -62,6 +63,17 @@ class Moves(NamedTuple):
     count: Array
 
 
+class Chooser(Protocol):
+    """What chooses the rows that leave and enter: a schedule that does so, see
+    :class:`~numpyro_subanneal.schedule.AbstractSchedule`."""
+
+    def leaving(self, bits: Array, order: Array, size: Array, move: Array) -> Array: ...
+
+    def entering(
+        self, bits: Array, order: Array, size: Array, vacant: Array
+    ) -> Array: ...
+
+
 @jax.custom_batching.custom_vmap
 def over_chains(x: Array) -> Array:
     """
@@ -92,6 +104,8 @@ def draw_moves(
     churn: Churn,
     chunk: int,
     most: Array | int | None = None,
+    chooser: Chooser | None = None,
+    since: Array | int = 0,
 ) -> tuple[Subsample, Churn, Moves]:
     """
     Draw which rows leave and enter in the next moves of a step: `most` at most, which
@@ -101,18 +115,28 @@ def draw_moves(
     rows then out, the one just taken included (Obermeyer et al. 2014, section 2.3);
     when all rows are in, that is the row itself. Rows are drawn as 32 random bits
     modulo a count, which is uniform up to a relative 2^-32 times that count.
+
+    :param chooser: what chooses the rows instead, until all rows are in. The one that
+        enters then takes the place of the one that leaves. Positions that it must not
+        choose are replaced by others, so that the order remains a permutation.
+    :param since: rows that have moved since the last turn, which it is told.
     """
     num_rows = subsample.order.shape[0]
     bits = random.bits(rng_key, (chunk, 2), jnp.uint32)
     count = jnp.minimum(churn.left, chunk if most is None else most)
     full = (churn.added == 0) & (subsample.size == num_rows)
 
-    def step(i, carry):
-        order, size, credit, leaves, enters = carry
-        live = (i < count) & ~full
-        credit = credit + churn.added
-        add = (credit >= churn.total) & (churn.added > 0)
-        credit = credit - jnp.where(add, churn.total, 0)
+    def exchange(i, order, size, add):
+        # `size` is that after the move.
+        size = jnp.where(add, size + 1, size)
+        gone = chooser.leaving(bits[i, 0], order, size, since + i)
+        gone = jnp.where(add, size - 1, jnp.clip(gone, 0, size - 1))
+        come = chooser.entering(bits[i, 1], order, size, gone)
+        come = jnp.where((come >= size) & (come < num_rows), come, gone)
+        row_gone, row_come = order[jnp.stack([gone, come])]
+        return row_gone, row_come, [gone, come], [row_come, row_gone]
+
+    def swap(i, order, size, add):
         # `last` is the end of the subsample after the removal, where the new row goes.
         last = jnp.where(add, size, size - 1)
         gone = jnp.where(add, size, below(bits[i, 0], size))
@@ -124,16 +148,23 @@ def draw_moves(
         )
         # Swap (gone, last), then swap (last, come).
         drop = num_rows
-        where = jnp.stack(
-            [
-                jnp.where(live & (gone != last), gone, drop),
-                jnp.where(live, last, drop),
-                jnp.where(live & (come != last), come, drop),
-            ]
-        )
-        order = order.at[where].set(
-            jnp.stack([row_last, row_come, row_gone]), mode="drop"
-        )
+        where = [
+            jnp.where(gone != last, gone, drop),
+            last,
+            jnp.where(come != last, come, drop),
+        ]
+        return row_gone, row_come, where, [row_last, row_come, row_gone]
+
+    def step(i, carry):
+        order, size, credit, leaves, enters = carry
+        live = (i < count) & ~full
+        credit = credit + churn.added
+        add = (credit >= churn.total) & (churn.added > 0)
+        credit = credit - jnp.where(add, churn.total, 0)
+        choose = swap if chooser is None else exchange
+        row_gone, row_come, where, new = choose(i, order, size, add)
+        where = jnp.where(live, jnp.stack(where), num_rows)
+        order = order.at[where].set(jnp.stack(new), mode="drop")
         leaves = leaves.at[i].set(jnp.where(add, -1, row_gone))
         enters = enters.at[i].set(row_come)
         size = jnp.where(live & add, size + 1, size)

@@ -14,16 +14,21 @@ import itertools
 from pathlib import Path
 import sys
 
+import jax
 from jax import random
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import integrate, special, stats
+
+from numpyro_subanneal.subsample import Churn, Subsample, draw_moves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "paper"))
 
 import scaling_global  # noqa: E402
 import scaling_local  # noqa: E402
 import two_urns  # noqa: E402
+import which_rows  # noqa: E402
 
 # Most of the time is that of compiling.
 pytestmark = pytest.mark.quickly_compiled(level=1)
@@ -326,12 +331,14 @@ def test_time_of_the_anneal_is_a_power_of_the_distance():
 def test_scaling_local_runs(capsys, tmp_path):
     scaling_local.main(
         "--cold 5 10 20 --relaxation 5 10 20 --exact 5 10 20 --simulated 30 40 50"
-        f" --num-chains 1000 --out {tmp_path / 'times.npz'}".split()
+        f" --num-chains 1000 --out {tmp_path / 'times.npz'}"
+        f" --figure {tmp_path / 'times.png'}".split()
     )
     text = capsys.readouterr().out
     for words in ("Cold, from prior", "relaxation", "exact law", "1000 chains"):
         assert words in text
     assert np.load(tmp_path / "times.npz")["cold"].shape == (3, 3, 4)
+    assert (tmp_path / "times.png").stat().st_size > 5_000
 
 
 # --- Theorem 2 ----------------------------------------------------------------
@@ -409,9 +416,104 @@ def test_scaling_global_runs(capsys, tmp_path):
     # Of the same shape as in the test of the kernel's law: it is not compiled again.
     scaling_global.main(
         f"--sizes 5 10 15 --num-balls 10 --kernel {RED + BLUE} --churns {CHURNS}"
-        f" --num-chains {NUM_DRAWS} --out {tmp_path / 'found.npz'}".split()
+        f" --num-chains {NUM_DRAWS} --out {tmp_path / 'found.npz'}"
+        f" --figure {tmp_path / 'found.png'}".split()
     )
+    assert (tmp_path / "found.png").stat().st_size > 5_000
     last = capsys.readouterr().out.splitlines()[-1].split()
     annealed, exact, error = map(float, last[2:5])
     assert abs(annealed - exact) < 3.3 * error + 0.001
     assert np.load(tmp_path / "found.npz")["cold"].shape == (3, 3)
+
+
+# --- Which rows ---------------------------------------------------------------
+
+
+def one_turnover(schedule, num_chains=50, num_rows=1000, size=500):
+    """Rows in at the end, and rows that left, of a subsample of the first rows."""
+
+    def one(key):
+        order = jnp.arange(num_rows, dtype=jnp.int32)
+        start = Subsample(order, jnp.int32(size))
+        churn = Churn.start(jnp.int32(0), jnp.int32(size))
+        after, _, moves = draw_moves(key, start, churn, size, chooser=schedule)
+        return after.order[:size], moves.leaves
+
+    found = jax.jit(jax.vmap(one))(random.split(random.key(0), num_chains))
+    return map(np.asarray, found)
+
+
+def test_first_in_leaves_first():
+    _, left = one_turnover(which_rows.FirstInFirstOut(1))
+    assert (left == np.arange(500)).all()
+    # Chosen uniformly, a share of exp(-1) of them stays.
+    _, left = one_turnover(which_rows.LinearSchedule(1))
+    missed = 1 - np.mean([len(np.unique(x[x < 500])) for x in left]) / 500
+    assert abs(missed - np.exp(-1)) < 0.01  # five standard errors
+
+
+@pytest.mark.parametrize("num_candidates", [1, 4, 64])
+def test_rows_of_small_strata_enter_first(num_candidates):
+    """Within five standard errors of what each choice by itself makes probable."""
+    stratum = np.arange(1000) >= 990  # ten rows that are out at the start
+    sizes = which_rows.sizes_of(stratum.astype(int))
+    assert sizes[0] == 990 and sizes[-1] == 10
+    schedule = which_rows.RareFirst(1, sizes, num_candidates)
+    inside, _ = one_turnover(schedule, 400)
+    found = stratum[inside].sum(1)
+    # Of the number of rare rows that are in.
+    law = np.eye(11)[0]
+    for _ in range(500):
+        leave, stay = law * np.arange(11) / 500, law * (1 - np.arange(11) / 500)
+        law = stay + np.append(leave[1:], 0)
+        enter = 1 - (1 - np.arange(10, -1, -1) / 501) ** num_candidates
+        law = law * (1 - enter) + np.append(0, (law * enter)[:-1])
+    mean = law @ np.arange(11)
+    error = np.sqrt((law @ np.arange(11) ** 2 - mean**2) / 400)
+    assert abs(found.mean() - mean) < 5 * error
+    assert (mean < 4.5, 5 < mean < 8, mean > 8)[(1, 4, 64).index(num_candidates)]
+
+
+def test_several_random_bits_of_one_look_independent():
+    """Each pair; fails once in 1,500 keys."""
+    bits = random.bits(random.key(1), (100_000,), jnp.uint32)
+    found = np.asarray(jax.vmap(lambda b: which_rows.several(b, 4))(bits)) % 10
+    for i, j in itertools.combinations(range(4), 2):
+        counts = np.bincount(10 * found[:, i] + found[:, j], minlength=100)
+        assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_strata_are_clusters_that_are_far_apart():
+    data = which_rows.planted(2000, 60.0)
+    stratum = which_rows.strata(data.columns, 20)
+    # Each rare cluster is a stratum of its own.
+    for k in range(10, 20):
+        (own,) = set(stratum[data.z == k])
+        assert (data.z[stratum == own] == k).all()
+
+
+def test_rare_clusters_are_found_if_most_of_them_is_together_and_apart():
+    true = np.array([0] * 6 + [1] * 4 + [2] * 3)
+    for z, expected in (
+        (true, 2),
+        (np.zeros(13, int), 0),
+        (np.array([0] * 6 + [1, 1, 1, 0] + [2, 3, 4]), 1),
+        (np.array([1] * 4 + [0, 0] + [1, 1, 1, 1] + [5, 5, 0]), 1),
+    ):
+        assert which_rows.num_found(z, true, 1) == expected
+
+
+def test_which_rows_runs(capsys):
+    which, when, expected = which_rows.main(
+        ["--num-rows", "500", "--churn", "2", "--num-sweeps", "1", "--seeds", "2"]
+        + ["--shares", "1", "0.5", "--only", "rare strata first", "--num-clusters"]
+        + ["32"]
+    )
+    names = ["uniform", "rare strata first", "Sequential+Gibbs", "Prior+Gibbs"]
+    assert which[0] == names and when[0] == ["4 + 0 sweeps", "2 + 2 sweeps"]
+    for found, num in ((which[1], 4), (when[1], 2), (expected, 0.5)):
+        for values in found.values():
+            assert values.shape == (2 * num,) and np.isfinite(values).all()
+    # From the planted partition a chain is where few go of themselves.
+    assert expected["log joint"][0] > which[1]["log joint"][-2:].max()
+    assert "from the planted" in capsys.readouterr().out

@@ -25,6 +25,7 @@ from numpyro_subanneal import (
     LinearSchedule,
     PriorGibbs,
     SequentialGibbs,
+    SplitMerge,
     SubsampleAnnealedGibbs,
 )
 from numpyro_subanneal.schedule import Steps
@@ -231,6 +232,31 @@ def model(x):
 X = np.array([0, 1, 1, 0, 1, 0, 0])
 
 
+class OneAtATime(AbstractSchedule):
+    """Four rows, of which one a step is churned, two more, churned, and the last."""
+
+    def steps(self, num_rows, num_warmup):
+        added = np.zeros(num_warmup, int)
+        added[[0, 13, 14, -1]] = 4, 1, 1, num_rows - 6
+        churned = np.ones(num_warmup, int)
+        churned[[0, 13, 14]] = 0
+        return Steps(added, churned)
+
+
+class RoundRobin(OneAtATime):
+    def leaving(self, bits, order, size, move):
+        return move
+
+
+class Lowest(OneAtATime):
+    """Of the rows that may, the one of the lowest number enters."""
+
+    def entering(self, bits, order, size, vacant):
+        place = jnp.arange(order.shape[0])
+        may = (place >= size) | (place == vacant)
+        return jnp.argmin(jnp.where(may, order, order.shape[0]))
+
+
 class Uneven(AbstractSchedule):
     """Steps that only add, only churn, do both, or nothing."""
 
@@ -281,4 +307,101 @@ def test_kernel_names_a_schedule_that_is_none():
 def test_kernel_checks_the_schedule_at_init():
     kernel = SubsampleAnnealedGibbs(model, Given([1, 1], [0, 0]))
     with pytest.raises(ValueError, match="adds 2 rows in all, but must add 7"):
+        kernel.init(random.key(0), 2, None, (X,), {})
+
+
+# --- Which rows ---------------------------------------------------------------
+
+
+def rows_in(schedule, num_steps, split_merge=None):
+    """Rows in after each step, by position."""
+    kernel = SubsampleAnnealedGibbs(model, schedule, split_merge=split_merge)
+    state = kernel.init(random.key(2), num_steps, None, (X,), {})
+    step = jax.jit(lambda state: kernel.sample(state, (X,), {}))
+    found = []
+    for _ in range(num_steps):
+        state = step(state)
+        found.append(np.asarray(state.order[: state.subsample_size]).tolist())
+    return found
+
+
+@pytest.mark.parametrize("split_merge", [None, SplitMerge()])
+def test_rows_leave_in_turn_over_all_steps(split_merge):
+    # First in, first out, whether or not anything is done at turnovers. The additions
+    # and the first churn, of the last row, complete the first turnover.
+    found = rows_in(RoundRobin(), 16, split_merge)
+    assert found[0][:3] == found[1][:3]
+    found = found[1:]
+    arrived = {row: place for place, row in enumerate(found[0])}
+    for time, (before, after) in enumerate(zip(found, found[1:], strict=False)):
+        if len(after) > len(before):
+            break
+        (out,) = set(before) - set(after) or {next(iter(arrived))}
+        assert out == min(arrived, key=arrived.get)
+        (new,) = set(after) - set(before) or {out}
+        del arrived[out]
+        arrived[new] = 10 + time
+        # In its place.
+        assert after == [new if row == out else row for row in before]
+    assert time == 11
+
+
+def test_rows_enter_by_choice_at_additions_and_churns():
+    found = rows_in(Lowest(), 20)
+    # A row that leaves returns, unless one of a lower number is out.
+    assert found[:13] == [found[0]] * 13 and sorted(found[0]) == [0, 1, 2, 3]
+    assert found[13] == [*found[0], 4] and found[14] == [*found[0], 4, 5]
+
+
+def test_sweeps_are_the_same_whatever_chooses_rows():
+    # Bit by bit: a chain that starts full, and its draws.
+    kernels = [
+        SubsampleAnnealedGibbs(model, s) for s in (OneAtATime(), RoundRobin(), Lowest())
+    ]
+    draws = []
+    for kernel in kernels:
+        state = kernel.init(random.key(3), 0, None, (X,), {})
+        step = jax.jit(lambda state, kernel=kernel: kernel.sample(state, (X,), {}))
+        labels = []
+        for _ in range(5):
+            state = step(state)
+            labels.append(np.asarray(state.z["z"]))
+        draws.append(labels)
+    np.testing.assert_array_equal(draws[0], draws[1])
+    np.testing.assert_array_equal(draws[0], draws[2])
+
+
+def test_whether_rows_are_chosen_is_seen_of_the_class():
+    assert not any(s.chooses_rows for s in SCHEDULES)
+    assert RoundRobin().chooses_rows and Lowest().chooses_rows
+
+
+@pytest.mark.parametrize(
+    "method, position, message",
+    [
+        ("leaving", lambda size, other: size, "chose 1 where size = 1; .*0..size - 1"),
+        ("leaving", lambda size, other: -1, "chose -1 where size = 1;"),
+        ("leaving", lambda size, other: 0.0, r"shape \(\) and dtype float32"),
+        ("leaving", lambda size, other: jnp.zeros(2, int), r"shape \(2,\) and dtype"),
+        # Not wrong where one row is in.
+        ("leaving", lambda size, other: 1 - (size == 1) * 2 + size, "size = 4;"),
+        (
+            "entering",
+            lambda size, other: size,
+            "chose 7 where size = 7 and vacant = .; .*`vacant`, or .*size..6",
+        ),
+        ("entering", lambda size, other: size - 1, "where size = 4 and vacant = [012]"),
+        ("entering", lambda size, other: other > 0, "dtype bool; .* an integer"),
+    ],
+)
+def test_positions_that_must_not_be_chosen_are_named(method, position, message):
+    class Bad(LinearSchedule):
+        pass
+
+    def choose(self, bits, order, size, other):
+        return jnp.asarray(position(size, other))
+
+    setattr(Bad, method, choose)
+    kernel = SubsampleAnnealedGibbs(model, Bad())
+    with pytest.raises(ValueError, match=f"^Bad.{method} .*{message}"):
         kernel.init(random.key(0), 2, None, (X,), {})

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from numpyro_subanneal import LinearSchedule
 from numpyro_subanneal.subsample import (
     Churn,
     Moves,
@@ -28,8 +29,8 @@ from numpyro_subanneal.subsample import (
 )
 
 
-@partial(jax.jit, static_argnames=("chunk", "num_chunks"))
-def draw_step(keys, order, size, added, churned, *, chunk, num_chunks):
+@partial(jax.jit, static_argnames=("chunk", "num_chunks", "chooser"))
+def draw_step(keys, order, size, added, churned, *, chunk, num_chunks, chooser=None):
     """
     All moves of a step in chunks, for several chains: subsample, what is left of the
     churn, and moves ``[chains, chunks, chunk]``.
@@ -38,7 +39,9 @@ def draw_step(keys, order, size, added, churned, *, chunk, num_chunks):
     def one_chain(key, order, size, added, churned):
         def one_chunk(carry, key):
             subsample, churn = carry
-            subsample, churn, moves = draw_moves(key, subsample, churn, chunk)
+            subsample, churn, moves = draw_moves(
+                key, subsample, churn, chunk, chooser=chooser
+            )
             return (subsample, churn), moves
 
         start = Subsample(order, size), Churn.start(added, churned)
@@ -50,7 +53,7 @@ def draw_step(keys, order, size, added, churned, *, chunk, num_chunks):
     return jax.vmap(one_chain)(keys, order, size, added, churned)
 
 
-def run(seed, num_chains, num_rows, size, added, churned, chunk):
+def run(seed, num_chains, num_rows, size, added, churned, chunk, chooser=None):
     """The same step for many chains; moves as lists ``[chains, moves]``."""
     total = added + churned
     num_chunks = -(-total // chunk)
@@ -67,6 +70,7 @@ def run(seed, num_chains, num_rows, size, added, churned, chunk):
             full(churned),
             chunk=chunk,
             num_chunks=num_chunks,
+            chooser=chooser,
         )
     )
     assert (churn.left == 0).all()
@@ -98,11 +102,26 @@ def expected_additions(added, total):
     return np.diff(due, prepend=0).astype(bool)
 
 
+class Anywhere(LinearSchedule):
+    """Chooses positions that it must not, of all kinds."""
+
+    def leaving(self, bits, order, size, move):
+        return bits.astype(jnp.int32) % 20 - 5
+
+    def entering(self, bits, order, size, vacant):
+        return bits.astype(jnp.int32) % 20 - 5
+
+
+# None: drawn without any; `LinearSchedule`: by the default methods of a schedule.
+by_chooser = pytest.mark.parametrize("chooser", [None, LinearSchedule()], ids=str)
+
+
 @by_step
-def test_moves_keep_the_order_a_permutation_of_the_rows_in_and_out(step):
+@pytest.mark.parametrize("chooser", [None, LinearSchedule(), Anywhere()])
+def test_moves_keep_the_order_a_permutation_of_the_rows_in_and_out(step, chooser):
     # A replay of every move on plain sets, in 50 chains.
     num_rows, size, added, churned, chunk = step
-    subsample, leaves, enters = run(0, 50, num_rows, size, added, churned, chunk)
+    subsample, leaves, enters = run(0, 50, *step, chooser)
     adds = expected_additions(added, added + churned)
     for order, end, outs, ins in zip(*subsample, leaves, enters, strict=True):
         inside = set(range(size))
@@ -139,13 +158,14 @@ def ranks(order_in, row):
 @pytest.mark.parametrize(
     "step", [(6, 3, 0, 4, 4), (6, 2, 2, 4, 3), (6, 6, 0, 4, 4)], ids=str
 )
-def test_rows_that_leave_and_enter_are_uniform_whatever_went_before(step):
+@by_chooser
+def test_rows_that_leave_and_enter_are_uniform_whatever_went_before(step, chooser):
     # Every removal is uniform over the rows in, every addition over the rows out, and
     # neither depends on the move before: chi-square of each, and of each with the last.
-    # False alarm: 24 tests at 1e-4, 0.3 %.
+    # False alarm: 48 tests at 1e-4, 0.5 %.
     num_rows, size, added, churned, chunk = step
     num_chains = 20_000
-    _, leaves, enters = run(2, num_chains, num_rows, size, added, churned, chunk)
+    _, leaves, enters = run(2, num_chains, *step, chooser)
     inside = np.broadcast_to(np.arange(num_rows) < size, (num_chains, num_rows)).copy()
     chains = np.arange(num_chains)
     before, choices = np.zeros(num_chains, int), 1
@@ -169,12 +189,13 @@ def assert_uniform(choice, n, before, choices):
 
 
 @pytest.mark.parametrize("step", [(6, 0, 3, 0, 3), (6, 0, 3, 7, 4), (6, 3, 0, 5, 9)])
-def test_rows_that_are_in_are_a_uniform_subset(step):
+@by_chooser
+def test_rows_that_are_in_are_a_uniform_subset(step, chooser):
     # Chi-square over the 20 subsets; false alarm 0.01 % each. The third starts from
     # rows 0, 1, 2 and is mixed by churning: what is left of the start is known exactly.
     num_rows, size, added, churned, chunk = step
     num_chains = 20_000
-    subsample, _, _ = run(3, num_chains, num_rows, size, added, churned, chunk)
+    subsample, _, _ = run(3, num_chains, *step, chooser)
     subsets = list(combinations(range(num_rows), 3))
     where = {s: i for i, s in enumerate(subsets)}
     final = np.sort(subsample.order[:, :3], axis=1)
@@ -192,9 +213,11 @@ def test_rows_that_are_in_are_a_uniform_subset(step):
     assert stats.chisquare(counts, num_chains * law).pvalue > 1e-4
 
 
-def test_full_table_moves_a_uniform_row_in_place():
-    # Chi-square over pairs of consecutive rows; false alarm 0.01 %.
-    subsample, leaves, enters = run(4, 5000, 5, 5, 0, 12, chunk=4)
+@pytest.mark.parametrize("chooser", [None, Anywhere()], ids=str)
+def test_full_table_moves_a_uniform_row_in_place(chooser):
+    # Chi-square over pairs of consecutive rows; false alarm 0.01 %. Whatever chooses
+    # rows is not asked.
+    subsample, leaves, enters = run(4, 5000, 5, 5, 0, 12, 4, chooser)
     np.testing.assert_array_equal(leaves, enters)
     np.testing.assert_array_equal(subsample.order, np.tile(np.arange(5), (5000, 1)))
     pairs = np.bincount((leaves[:, ::2] * 5 + leaves[:, 1::2]).ravel(), minlength=25)
@@ -227,6 +250,34 @@ def test_vectorized_chains_draw_what_each_draws_alone():
         for name in Moves._fields[:2]:
             got, expected = getattr(moves, name)[i], getattr(alone_moves, name)[0]
             np.testing.assert_array_equal(got[done], expected[done])
+
+
+class OldestAndLargest(LinearSchedule):
+    """Rows leave in turn; of those out, the one of the largest number enters."""
+
+    def leaving(self, bits, order, size, move):
+        return move
+
+    def entering(self, bits, order, size, vacant):
+        place = jnp.arange(order.shape[0])
+        may = (place >= size) | (place == vacant)
+        return jnp.argmax(jnp.where(may, order, -1))
+
+
+def test_chosen_rows_leave_and_enter():
+    # In one turnover, a move at a time; a row added is put last. The row that has just
+    # left may return.
+    _, leaves, enters = run(8, 2, 8, 4, 0, 4, 4, OldestAndLargest())
+    np.testing.assert_array_equal(leaves, [[0, 1, 2, 3]] * 2)
+    np.testing.assert_array_equal(enters, [[7, 6, 5, 4]] * 2)
+    subsample, leaves, enters = run(8, 2, 8, 2, 2, 1, 3, OldestAndLargest())
+    # Row 7 is added; row 1, in the second place, leaves, and 6 enters; 5 is added.
+    np.testing.assert_array_equal(leaves, [[-1, 1, -1]] * 2)
+    np.testing.assert_array_equal(enters, [[7, 6, 5]] * 2)
+    np.testing.assert_array_equal(subsample.order[:, :4], [[0, 6, 7, 5]] * 2)
+    _, leaves, enters = run(8, 2, 4, 3, 0, 3, 3, OldestAndLargest())
+    np.testing.assert_array_equal(leaves, [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(enters, [[3, 1, 2]] * 2)
 
 
 def test_over_chains_is_the_maximum_over_vectorized_chains():

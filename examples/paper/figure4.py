@@ -57,6 +57,7 @@ import pickle
 import time
 
 import datasets  # noqa: I001  (beside this file)
+import drawing
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -527,33 +528,41 @@ def draw(results: Results) -> Path:
 
     groups = by_dataset(results)
     figure, axes = plt.subplots(
-        2, len(groups), figsize=(5 * len(groups), 6), squeeze=False, sharex="col"
+        2,
+        len(groups),
+        figsize=(4.5 * len(groups), 5.5),
+        squeeze=False,
+        sharex="col",
+        layout="constrained",
     )
     used = [s for s in STRATEGIES if any(r["strategy"] == s for r in results.records)]
+    lines = {}
     for (name, records), (above, below) in zip(groups.items(), axes.T, strict=True):
         cells = by_cell(records)
         for i, strategy in enumerate(used):
             own = {b: c for (s, b), c in cells.items() if s == strategy}
             if not own:
                 continue
-            color = f"C{i}"
+            color = lines[strategy] = f"C{i}"
             for bound, cell in own.items():
                 x = np.full(len(cell), bound * 1.04 ** (i - (len(used) - 1) / 2))
                 above.plot(x, [r["standard"] for r in cell], ".", color=color, ms=4)
             means = [np.mean([r["standard"] for r in c]) for c in own.values()]
-            above.plot([*own], means, color=color, label=strategy)
+            above.plot([*own], means, color=color)
             rand = [agreement(c) for c in own.values()]
             below.plot([*own], rand, ".-", color=color)
         above.set_title(name)
-        above.set_xscale("log", base=2)
+        above.set_xscale("log")
+        bounds = sorted({bound for _, bound in cells})
+        above.set_xticks(bounds, [f"{bound:g}" for bound in bounds])
+        above.minorticks_off()
         above.set_ylabel("score, standardised")
         below.set_ylabel("adjusted Rand of columns")
         below.set_xlabel("bound, seconds")
-    axes[0, 0].legend(frameon=False)
-    figure.tight_layout()
+    handles = [plt.Line2D([], [], color=color, label=s) for s, color in lines.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
     path = results.folder / "figure4.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    drawing.save(figure, path)
     return path
 
 

@@ -31,6 +31,7 @@ beside the exact law, for the anneal and for Sequential+Gibbs with as many steps
 
 import argparse
 
+import drawing
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -319,6 +320,7 @@ def main(argv=None):
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="also save what was found there (.npz)")
+    parser.add_argument("--figure", help="also draw the urns' times there (.png)")
     args = parser.parse_args(argv)
     churns = CHURNS[2:-1]
     if args.large:
@@ -337,6 +339,18 @@ def main(argv=None):
         print_kernel(args.kernel, args.churns, args.num_chains, args.seed)
     if args.out:
         np.savez(args.out, **saved)
+    if args.figure and args.sizes:
+        names = [f"cold, from {s}" for s in ("worse mode", "prior", "Sequential")]
+        times = [*saved["cold"].T, saved["annealed"]]
+        drawing.draw_times(
+            [
+                (name, args.sizes, t / np.array(args.sizes))
+                for name, t in zip([*names, "anneal"], times, strict=True)
+            ],
+            args.figure,
+            f"to a total variation distance of {args.epsilon}",
+            logx=False,
+        )
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ squares, with their standard error.
 
 import argparse
 
+import drawing
 from jax import random
 import numpy as np
 from scipy import sparse, stats
@@ -436,6 +437,7 @@ def main(argv=None):
     parser.add_argument("--large", action="store_true", help="larger sizes, an hour")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="also save times there (.npz)")
+    parser.add_argument("--figure", help="also draw them there (.png)")
     args = parser.parse_args(argv)
     if args.large:
         args.cold += [1000]
@@ -479,6 +481,19 @@ def main(argv=None):
         print(f"(as many perfect draws show a distance of {perfect:.3f})")
     if args.out:
         np.savez(args.out, **saved)
+    if args.figure:
+        lines = []
+        if args.cold:
+            for start, times in zip(STARTS, saved["cold"].swapaxes(0, 1), strict=True):
+                lines.append((f"cold, from {start}", args.cold, times))
+        for name in ("exact", "simulated"):
+            if name in saved:
+                lines.append((f"anneal, {name}", vars(args)[name], saved[name]))
+        drawing.draw_times(
+            [(n, sizes, np.array(t)[:, 1] / sizes) for n, sizes, t in lines],
+            args.figure,
+            f"to a total variation distance of {EPSILONS[1]}",
+        )
 
 
 if __name__ == "__main__":

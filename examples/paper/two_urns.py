@@ -48,6 +48,7 @@ import argparse
 from functools import partial
 import time
 
+import drawing
 import jax
 from jax import lax, random
 import jax.numpy as jnp
@@ -381,13 +382,18 @@ def draw(laws, distances, path):
     figure, axes = plt.subplots(2, 4, figsize=(11, 6), layout="constrained")
     for ax, (name, law) in zip(axes.flat, laws.items(), strict=True):
         # The root shows what is rare beside the peaks.
-        ax.imshow(np.sqrt(law.T), origin="lower", extent=(0, 1, 0, 1), cmap="magma")
+        ax.imshow(
+            np.sqrt(law.T),
+            origin="lower",
+            extent=(0, 1, 0, 1),
+            cmap="magma",
+            interpolation="nearest",
+        )
         distance = f", TVD {distances[name]:.2f}" if name in distances else ""
         ax.set_title(name + distance, fontsize=10)
     figure.supxlabel("share of the reds on the left")
     figure.supylabel("share of the blues on the left")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    drawing.save(figure, path)
 
 
 def main(argv=None):
