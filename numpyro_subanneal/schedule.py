@@ -247,6 +247,10 @@ class LinearSchedule(AbstractSchedule):
     :param int churn: rows churned for each added row; defaults to `num_warmup`, so that
         a longer warm-up anneals more slowly and a warm-up step costs about as much as a
         sweep over all rows, whatever the number of steps.
+    :param int ramp: number of rows, up to which fewer are churned, in proportion to the
+        rows in: ``churn * n / ramp`` of ``n < ramp``. For cross-categorization, whose
+        moves of columns and hyperparameters take as long in a small subsample as in
+        one of a hundred rows, and find little there. 0, the default, for none.
 
     **References:**
 
@@ -255,16 +259,26 @@ class LinearSchedule(AbstractSchedule):
     """
 
     churn: int | None = None
+    ramp: int = 0
 
     def __post_init__(self):
         _check_churn(self.churn)
+        if not _is_integer(self.ramp) or self.ramp < 0:
+            raise ValueError(
+                f"`ramp` must be a nonnegative integer, got {self.ramp!r}."
+            )
 
     def steps(self, num_rows, num_warmup):
         churn = num_warmup if self.churn is None else int(self.churn)
         # Rounded up, so that the first step adds a row.
         sizes = -(-np.arange(num_warmup + 1, dtype=np.int64) * num_rows // num_warmup)
-        added = np.diff(sizes)
-        return Steps(added, added * churn)
+        churned = churn * sizes
+        if self.ramp:
+            # The sum of min(n / ramp, 1); by Python's integers, which do not overflow.
+            twice = 2 * int(self.ramp)
+            short = [min(size, int(self.ramp)) for size in sizes.tolist()]
+            churned -= [churn * n * (twice - n - 1) // twice for n in short]
+        return Steps(np.diff(sizes), np.diff(churned))
 
 
 def _is_integer(x: object) -> bool:

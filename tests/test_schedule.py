@@ -7,6 +7,8 @@ The law of each schedule, and what the kernel makes of it.
 Everything here is exact; which rows are in is a matter of `test_subsample.py`.
 """
 
+from fractions import Fraction
+from math import ceil
 import pickle
 
 import jax
@@ -36,6 +38,7 @@ by_size = pytest.mark.parametrize("num_rows, num_warmup", SIZES)
 SCHEDULES = [
     LinearSchedule(churn=0),
     LinearSchedule(2),
+    LinearSchedule(2, ramp=3),
     AcceleratingSchedule(3),
     AcceleratingSchedule(0, small_size=2),
     SequentialGibbs(),
@@ -77,6 +80,19 @@ def test_linear_schedule_churns_as_many_rows_as_there_are_steps(num_rows, num_wa
     assert moves == num_rows * (num_warmup + 1)
 
 
+@pytest.mark.parametrize("num_rows, num_warmup", [(1, 1), (30, 4), (100, 150)])
+@pytest.mark.parametrize("ramp", [1, 2, 30, 1000])
+def test_a_ramp_churns_in_proportion_to_the_rows_in(ramp, num_rows, num_warmup):
+    churn = 6
+    steep = LinearSchedule(churn, ramp=ramp).checked_steps(num_rows, num_warmup)
+    plain = LinearSchedule(churn).steps(num_rows, num_warmup)
+    np.testing.assert_array_equal(steep.added, plain.added)
+    # One row at a time, summed; rounded up.
+    each = [Fraction(churn * min(n, ramp), ramp) for n in range(1, num_rows + 1)]
+    total = [ceil(sum(each[:size])) for size in steep.added.cumsum()]
+    np.testing.assert_array_equal(steep.churned.cumsum(), total)
+
+
 @pytest.mark.parametrize("num_warmup", [1, 7, 100])
 def test_accelerating_schedule_is_linear_while_small(num_warmup):
     # No row is beyond `small_size`: as many moves as the linear schedule.
@@ -106,6 +122,12 @@ def test_accelerating_schedule_churns_as_the_root_of_the_size():
 def test_churn_that_is_no_number_of_moves_is_refused(schedule, churn):
     with pytest.raises(ValueError, match="`churn` must be a nonnegative integer"):
         schedule(churn)
+
+
+@pytest.mark.parametrize("ramp", [-1, 1.0, True, None])
+def test_ramp_must_not_be_negative(ramp):
+    with pytest.raises(ValueError, match="`ramp` must be a nonnegative integer"):
+        LinearSchedule(ramp=ramp)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, None])
