@@ -335,16 +335,34 @@ def run_large(num_rows, num_columns, num_warmup):
     start = time.perf_counter()
     mcmc.run(random.key(0), x, extra_fields=("~z.z",))
     jax.block_until_ready(mcmc.last_state)
-    seconds = time.perf_counter() - start
-    data = x.nbytes / 2**20
+    return {
+        "seconds": time.perf_counter() - start,
+        "clusters": int(mcmc.last_state.num_clusters),
+        "data": x.nbytes / 2**20,
+        "before": before,
+        "peak": peak_mb(),
+    }
+
+
+def compare_memory(num_rows, num_columns, num_warmup):
+    """What a run on many rows adds to the memory, beside what one on few adds."""
+    added = []
+    for rows in (10_000, num_rows):
+        r = in_a_process(
+            dict(num_rows=rows, num_columns=num_columns, num_warmup=num_warmup)
+        )
+        added.append(r["peak"] - r["before"])
+        print(
+            f"{rows} x {num_columns} categorical, {num_warmup} warm-up steps and a "
+            f"sweep: {r['seconds']:.0f} s in all, {r['clusters']} clusters; data "
+            f"{r['data']:.0f} MB; peak {r['peak']:.0f} MB, of which {r['before']:.0f} "
+            "MB before the run (Python, libraries, data)"
+        )
+    few, many = added
     print(
-        f"{num_rows} x {num_columns} categorical, {num_warmup} warm-up steps and a "
-        f"sweep: {seconds:.0f} s in all, {int(mcmc.last_state.num_clusters)} clusters"
-    )
-    print(
-        f"data {data:.0f} MB; peak {peak_mb():.0f} MB, of which {before:.0f} MB before "
-        f"the run (Python, libraries, data): the run added {peak_mb() - before:.0f} "
-        f"MB, {(peak_mb() - before) / data:.2f} times the data"
+        f"the run adds {few:.0f} MB to 10,000 rows, most of it to compile, and "
+        f"{many:.0f} MB to {num_rows}: {(many - few) / r['data']:.2f} times the data "
+        "more"
     )
 
 
@@ -397,13 +415,14 @@ def compare_pairs(moves, quick):
 def main(args):
     if args.case is not None:
         case = json.loads(args.case)
-        print(json.dumps((run_pair if "name" in case else run_case)(**case)))
+        run = run_large if "num_warmup" in case else run_case
+        print(json.dumps((run_pair if "name" in case else run)(**case)))
         return
     if args.pairs:
         compare_pairs(args.moves, args.quick)
         return
     if args.large:
-        run_large(args.num_rows, 68, args.num_warmup)
+        compare_memory(args.num_rows, 68, args.num_warmup)
         return
     cases = [
         (kind, num_rows, num_columns, num_clusters, 64)
