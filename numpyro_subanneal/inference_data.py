@@ -129,12 +129,13 @@ def to_arviz(
 
     Groups are `posterior`, `observed_data` and `sample_stats`, where the log joint has
     its own name, not `lp`: it is that of the assignments and hyperparameters, cluster
-    parameters integrated out. Others are there on request.
+    parameters integrated out. (NumPyro's `Gibbs` collects no statistics of its kernels;
+    then that group is not there.) Others are there on request.
 
     :param MCMC mcmc: after its `run`.
-    :param coords: labels along an axis, by its name; for example ``{"rows":
-        table.index, "real_features": table.columns}``. Labels of mixed types become
-        strings, so that the data can be written to a file.
+    :param coords: labels along an axis, by its name, as in the example below or
+        :attr:`Table.coords <numpyro_subanneal.tables.Table.coords>`. Labels of mixed
+        types become strings, so that the data can be written to a file.
     :param dims: names of the axes of a site, in the place of those above; None in a
         list keeps one of them.
     :param Warmup warmup: draws of the warm-up, by :func:`collect_warmup`, for groups
@@ -210,9 +211,11 @@ def to_arviz(
 
     data = az.from_numpyro(mcmc, coords=labels, dims=names, log_likelihood=False)
     groups = {group: _dataset(data, group) for group in _groups(data)}
-    groups["sample_stats"] = _name_statistics(
-        groups["sample_stats"], plan, names, labels
-    )
+    # NumPyro's `Gibbs` has none.
+    if "sample_stats" in groups:
+        groups["sample_stats"] = _name_statistics(
+            groups["sample_stats"], plan, names, labels
+        )
     if log_likelihood:
         posterior = Posterior.from_mcmc(mcmc)
         values = posterior.log_likelihood().reshape(*head, posterior.num_rows)

@@ -339,10 +339,11 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             return
         self._warned = True
         warnings.warn(
-            f"All {self._plan.capacity} clusters of the model are occupied, so "
-            "that rows cannot open another: the draws are of partitions with "
-            "at most so many clusters. Give the plate of the clusters a larger "
-            "size. The extra field `capacity_reached` counts such moves.",
+            f"All {self._plan.capacity} clusters of the model were occupied in some "
+            "moves, whose rows could not open another. Give the plate of the clusters "
+            "a larger size: where the extra field `capacity_reached`, which counts "
+            "such moves, still grows after the warm-up, the draws are of partitions "
+            "with at most so many clusters.",
             stacklevel=3,
         )
 

@@ -749,7 +749,8 @@ class _Reader:
                 raise NotRecognised(
                     f"Latent site '{name}' is a scalar, so it is not indexed by the "
                     "partition. Put it in a plate of clusters and index it, as in "
-                    f"`{name}[z]`."
+                    f"`{name}[z]`. (In NumPyro's `Gibbs` this kernel needs the "
+                    "parameters of the clusters among its sites, beside the partition.)"
                 )
         first = clusters[0]
         for name in clusters:

@@ -297,7 +297,10 @@ def plot_table(
     :param table: a pandas DataFrame, of any types, or an array ``[rows, columns]``; NaN
         where a cell is missing.
     :param z: clusters of the rows, ``[rows]`` or with views ``[views, rows]``.
-    :param view: view of each column ``[columns]``; one view of all by default.
+    :param view: view of each column ``[columns]``, in the order of the `table`'s; one
+        view of all by default. The models have columns by type, so that of a
+        :class:`~numpyro_subanneal.tables.Table` made of ``df``, give ``df[[c.name for c
+        in table.columns]]``.
     :param names: of the columns; by default those of the DataFrame.
     :param ax: Axes to draw into.
     :return: the Axes.

@@ -442,7 +442,22 @@ class Prober:
     def _check_hyper(self, pair, shape, first, second) -> None:
         clusters = " and ".join(f"'{c}'" for _, c in shape.roles)
         where = f"cluster sites {clusters} of '{shape.name}'"
+
+        def check_valid(name, value):
+            valid = np.isfinite(value)
+            if name in pair.positive:
+                valid &= value > 0
+            if not valid.all():
+                what = _parameter_name(shape, name, name in first.given)
+                is_matrix = pair.event_dim.get(name, 0) == 2
+                raise NotRecognised(
+                    f"{what} is {value[~valid].flat[0]}; it must be finite"
+                    f"{' and positive' if name in pair.positive else ''}"
+                    f"{', of a positive definite matrix' if is_matrix else ''}."
+                )
+
         for name, value in first.given.items():
+            check_valid(name, value)
             if not _close(value, second.given[name]):
                 raise NotRecognised(
                     f"Parameter `{name}` of observed site '{shape.name}' depends on "
@@ -457,17 +472,8 @@ class Prober:
                     f"value in all of them. {pair.form}"
                 )
         known = {name: first.given[name][:1] for name in pair.given}
-        for name, value in (*first.hyper.items(), *first.given.items()):
-            valid = np.isfinite(value)
-            if name in pair.positive:
-                valid &= value > 0
-            if not valid.all():
-                what = _parameter_name(shape, name, name in first.given)
-                raise NotRecognised(
-                    f"{what} is {value[~valid].flat[0]}; it must be finite"
-                    f"{' and positive' if name in pair.positive else ''}."
-                )
         for name, value in first.hyper.items():
+            check_valid(name, value)
             if not _close(value, second.hyper[name]):
                 raise NotRecognised(
                     f"The prior of {where} does not have the form of "

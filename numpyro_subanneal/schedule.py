@@ -195,7 +195,14 @@ class AbstractSchedule(ABC):
         if num_warmup == 0:
             return Steps(np.zeros(0, np.int32), np.zeros(0, np.int32))
         name = type(self).__name__
-        added, churned = (np.asarray(x) for x in self.steps(num_rows, num_warmup))
+        steps = self.steps(num_rows, num_warmup)
+        try:
+            added, churned = map(np.asarray, steps)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{name}.steps returned {steps!r}; it must return `Steps(added, "
+                "churned)`, two arrays."
+            ) from None
         for label, values in (("added", added), ("churned", churned)):
             if values.shape != (num_warmup,) or values.dtype.kind not in "iu":
                 raise ValueError(

@@ -192,6 +192,11 @@ class Table:
             sex     categorical  strings         2        1
         """
         frame = _read_frame(df)
+        if not isinstance(types, Mapping | None):
+            raise ValueError(
+                f"`types` must be a mapping of columns to types, such as {{'age': "
+                f"'real'}}, got {types!r}."
+            )
         names, types = frame.columns, dict(types or {})
         codes, default = _missing_codes(missing)
         for name in [*types, *codes, *([] if index is None else [index])]:

@@ -102,6 +102,18 @@ def mcmc(both):
     return both[2]
 
 
+def test_statistics_that_were_not_collected_are_left_out(mcmc):
+    # As after NumPyro's `Gibbs`, which collects none of its kernels.
+    bare = copy.copy(mcmc)
+    name = bare._sample_field
+    bare._states = {name: bare._states[name]}
+    bare._states_flat = None
+    assert not bare.get_extra_fields()
+    data = to_arviz(bare)
+    assert data["posterior"]["z"].shape == (CHAINS, NUM_SAMPLES, N)
+    assert "sample_stats" not in str(data)
+
+
 @pytest.fixture(scope="module")
 def posterior(mcmc):
     return Posterior.from_mcmc(mcmc)

@@ -127,6 +127,20 @@ def standardised_by_jax(x):
     expanded(jnp.asarray(x - jnp.mean(x, 0)) / jnp.std(x, 0))
 
 
+def not_a_number(x):
+    z = crp(x)
+    loc = numpyro.sample("loc", dist.Normal(0.0, 1.0).expand((K,)))
+    numpyro.sample("x", dist.Normal(loc[z], jnp.nan), obs=x)
+
+
+def not_a_covariance(x):
+    z = crp(x)
+    prior = dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2))
+    loc = numpyro.sample("loc", prior.expand((K,)))
+    cov = jnp.array([[1.0, 2.0], [2.0, 1.0]])
+    numpyro.sample("x", dist.MultivariateNormal(loc[z], cov), obs=x)
+
+
 def flat(x):
     z = crp(x)
     loc = numpyro.sample("loc", dist.Normal(0.0, 1e30).expand((K,)))
@@ -649,6 +663,12 @@ REFUSED = {
         loc_prior("dist.Normal(1e25, jnp.sqrt(var))"),
         (X1,),
         ["'loc'", "`mean`", "1e+25", "float32"],
+    ),
+    "NaN": (not_a_number, (X1,), ["'x'", "`scale`", "nan", "finite and positive"]),
+    "covariance": (
+        not_a_covariance,
+        (X2,),
+        ["'x'", "`covariance_matrix`", "nan", "positive definite"],
     ),
     "flat prior": (flat, (X1,), ["'loc'", "`scale0`", "1e+30", "float32"]),
     # Arguments.

@@ -225,6 +225,16 @@ def test_checked_steps_names_the_law_that_is_broken(added, churned, message):
         Given(added, churned).checked_steps(num_rows=5, num_warmup=3)
 
 
+@pytest.mark.parametrize("steps", [None, 3, ([3, 0, 0],)])
+def test_checked_steps_wants_two_arrays(steps):
+    class Bad(AbstractSchedule):
+        def steps(self, num_rows, num_warmup):
+            return steps
+
+    with pytest.raises(ValueError, match=r"Bad.steps returned .* `Steps\(added, chur"):
+        Bad().checked_steps(num_rows=3, num_warmup=3)
+
+
 def test_checked_steps_of_a_schedule_that_starts_full():
     GivenFull([0, 0], [5, 5]).checked_steps(5, 2)
     with pytest.raises(ValueError, match="GivenFull.steps adds 5 rows .* must add 0"):
