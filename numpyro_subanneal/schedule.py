@@ -14,7 +14,7 @@ It may also choose which rows leave and enter while not all are in.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -266,7 +266,8 @@ class LinearSchedule(AbstractSchedule):
     """
 
     churn: int | None = None
-    ramp: int = 0
+    # By keyword only, as subclasses have fields of their own.
+    ramp: int = field(default=0, kw_only=True)
 
     def __post_init__(self):
         _check_churn(self.churn)

@@ -37,7 +37,7 @@ KAPPA, SHAPE, DISCOUNT = 0.6, 6.0, 0.2
 BASE = np.array([0.5, 0.3, 0.2], np.float32)
 STRENGTHS = np.array([0.5, 2.0, 8.0], np.float32)
 DISCOUNTS = np.array([0.0, 0.3, 0.6], np.float32)
-NUM_CHAINS, NUM_STEPS = 600, 28
+NUM_CHAINS, NUM_STEPS = 2000, 28
 
 
 def model(data):
