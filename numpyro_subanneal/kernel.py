@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import warnings
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -117,6 +117,16 @@ def _identity(args, kwargs):
     data = {k: v for k, v in kwargs.items() if k != GIBBS_SITES_KWARG}
     leaves, treedef = jax.tree.flatten((args, data))
     return leaves, treedef, tuple(kwargs.get(GIBBS_SITES_KWARG, ()))
+
+
+def _nobody(shape):
+    """
+    Assignments of rows none of which is in.
+
+    Behind a barrier: XLA computes what follows from a constant while it compiles, and
+    that slowly, for half a minute at 10^6 rows.
+    """
+    return lax.optimization_barrier(jnp.full(shape, -1, jnp.int32))
 
 
 class SubsampleAnnealedGibbs(MCMCKernel):
@@ -661,7 +671,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             key_partition, read, given, composite or not anneals
         )
         # A composite gives a draw of the prior for values that it was not given.
-        seated = jnp.full_like(z, -1) if composite and anneals else z
+        seated = _nobody(z.shape) if composite and anneals else z
         clusters = rows.collect(components, seated, plan.capacity, plan.layout, labels)
         if not plan.partition.labelled:
             clusters = rows.relabel(clusters, plan.layout, components)
@@ -725,7 +735,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             if z is None and is_drawn:
                 z = read.prior.sample(rng_key).astype(jnp.int32)
             if z is None:
-                z = jnp.full(plan.num_rows, -1, jnp.int32)
+                z = _nobody((plan.num_rows,))
             return (), fold(z), jnp.sum(fold(z) != z, dtype=jnp.int32)
         labels, columns = [], []
         misfits = jnp.zeros((), jnp.int32)
@@ -738,7 +748,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 view = read.feature_priors[i].sample(key_view).astype(jnp.int32)
             misfits += jnp.sum(view >= size, dtype=jnp.int32)
             labels.append(view % size)
-            z = jnp.full((size, plan.num_rows), -1, jnp.int32)
+            z = _nobody((size, plan.num_rows))
             if p.name in given:
                 z = given[p.name].reshape(z.shape)
             elif is_drawn:
@@ -957,7 +967,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
             # Not a branch of `lax.cond`, which would copy the assignments.
             times = over_chains(due.astype(jnp.int32))
-            return jax.lax.fori_loop(0, times, if_due, (values, clusters, record))
+            return lax.fori_loop(0, times, if_due, (values, clusters, record))
 
         return in_views
 
@@ -1043,7 +1053,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
             if self._num_hyper_updates == 1:
                 return once(0, values)
-            return jax.lax.fori_loop(0, self._num_hyper_updates, once, values)
+            return lax.fori_loop(0, self._num_hyper_updates, once, values)
 
         return turn
 
@@ -1080,7 +1090,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             )
             return more.clusters
 
-        return jax.lax.cond(out > 0, assign, lambda: step.clusters)
+        return lax.cond(out > 0, assign, lambda: step.clusters)
 
     @staticmethod
     def _moves(state, num_rows):
