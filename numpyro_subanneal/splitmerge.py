@@ -60,9 +60,10 @@ class SplitMerge:
     How often to propose to split and merge clusters.
 
     The proposals are made at each turnover of the current subsample, that is whenever
-    as many rows have moved as it holds; after the warm-up, once a sweep. During the
-    warm-up a kind of proposal that has not been accepted for long is tried less often;
-    what has become of that then stays.
+    as many rows have moved as it holds; after the warm-up, once a sweep. Views of
+    cross-categorization share them; each has at least one, of a kind drawn with the
+    frequencies of the two. During the warm-up a kind of proposal that has not been
+    accepted for long is tried less often; what has become of that then stays.
 
     :param int num_sequential: number of proposals by sequential allocation.
     :param int num_restricted: number of proposals by restricted Gibbs scans.
@@ -228,6 +229,7 @@ def split_and_merge(
     record: Record,
     due: Array,
     adapting: Array,
+    num_views: Array | None = None,
 ) -> tuple[Clusters, Record]:
     """
     Make the proposals of one turn, if it is `due`.
@@ -241,10 +243,17 @@ def split_and_merge(
     :param record: what has become of the proposals before.
     :param due: whether to do anything.
     :param adapting: whether it is the warm-up.
+    :param num_views: how many views share the proposals, if these are of one of
+        several. Each has at least one; of which kind is drawn.
     """
     due = due & (subsample.size > 1)
     num_rows = clusters.z.shape[0]
-    num = options.num_sequential + options.num_restricted
+    num = num_kinds = options.num_sequential + options.num_restricted
+    first = jnp.int32(0)
+    if num_views is not None:
+        num = -(-num_kinds // jnp.maximum(num_views, 1))
+        key_kind = random.fold_in(rng_key, num_kinds)
+        first = below(random.bits(key_kind, (), jnp.uint32), num_kinds)
     lists = _link(clusters, subsample, due)
     side = jnp.zeros(num_rows, bool)
 
@@ -252,7 +261,7 @@ def split_and_merge(
         clusters, lists, side, record = carry
         key_choice, key_scan = random.split(random.fold_in(rng_key, t))
         bits = random.bits(key_choice, (7,), jnp.uint32)
-        restricted = t >= options.num_sequential
+        restricted = (first + t) % num_kinds >= options.num_sequential
         scene = _Scene(prior, components, clusters, subsample, lists)
         proposal, record = _choose(options, bits, restricted, scene, record, due)
         three, side, log_ratio = _share_out(options, key_scan, scene, side, proposal)
@@ -286,7 +295,7 @@ def split_and_merge_in_views(
     adapting: Array,
 ) -> tuple[Clusters, Record]:
     """
-    Make the proposals of one turn in every occupied view: so many in each.
+    Make the proposals of one turn, shared by the occupied views.
 
     A view's proposals cost as much as about twice its own features: they are compiled
     for a quarter of all and for all.
@@ -294,6 +303,7 @@ def split_and_merge_in_views(
     index = layout.index(clusters.labels)
     members = [jnp.zeros(layout.num_views, jnp.int32).at[view].add(1) for view in index]
     occupied = layout.num_features(clusters.labels) > 0
+    num_views = occupied.sum(dtype=jnp.int32)
     num_features = [c.block.num_features for c in components]
     rungs = [[max(min(8, n), -(-n // 4)) for n in num_features], num_features]
     if rungs[0] == rungs[1]:
@@ -324,6 +334,7 @@ def split_and_merge_in_views(
             record,
             on,
             adapting,
+            num_views,
         )
         stats = tuple(
             part.block.put_back(s, new)
