@@ -25,6 +25,7 @@ from numpyro_subanneal.schedule import (
     LinearSchedule,
     PriorGibbs,
     SequentialGibbs,
+    Steps,
 )
 from numpyro_subanneal.splitmerge import SplitMerge
 from numpyro_subanneal.tables import Table
@@ -47,6 +48,7 @@ __all__ = [
     "PriorGibbs",
     "SequentialGibbs",
     "SplitMerge",
+    "Steps",
     "SubsampleAnnealedGibbs",
     "SubsampleAnnealedGibbsState",
     "Table",
