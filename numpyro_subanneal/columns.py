@@ -267,12 +267,13 @@ def draw_vacant(
         live = i < subsample.size
         num = (counts > 0).sum(-1, dtype=jnp.int32)
         new = jnp.exp(prior.log_weight_new(num, jnp.broadcast_to(i, num.shape)))
-        ends = lax.associative_scan(jnp.add, weights, axis=1)
+        ends = _running_sums(weights)
         # A new cluster has the low end, where floats are fine.
         level = u[i - first] * (ends[:, -1] + new)
         opens = (level < new) | (num == 0)
         fits = fits & ~(live & opens & (num == capacity))
-        k = (ends <= (level - new)[:, None]).sum(-1, dtype=jnp.int32)
+        passed = (ends <= (level - new)[:, None]) & (slots < num[:, None])
+        k = passed.sum(-1, dtype=jnp.int32)
         # Clusters are opened in the order of the slots.
         k = jnp.where(opens, jnp.minimum(num, capacity - 1), jnp.minimum(k, num - 1))
         here = slots == k[:, None]
@@ -299,6 +300,23 @@ def draw_vacant(
     )
     z, counts, _, fits = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
     return z, counts, fits | ~vacant
+
+
+def _running_sums(x):
+    """
+    Cumulative sums over the last axis, by blocks: as many operations as the power 3/2
+    of its length, in three kernels where :func:`jax.numpy.cumsum` is compiled to
+    several for every power of two.
+    """
+    size = x.shape[-1]
+    width = max(1, round(size**0.5))
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % width)]
+    blocks = jnp.pad(x, pad).reshape(*x.shape[:-1], -1, width)
+    upto = np.tri(width, dtype=bool)
+    within = jnp.where(upto, blocks[..., None, :], 0).sum(-1)
+    before = np.tri(blocks.shape[-2], k=-1, dtype=bool)
+    before = jnp.where(before, within[..., None, :, -1], 0).sum(-1)
+    return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
 
 
 def _count(scene, z):
@@ -739,9 +757,10 @@ def _impute(rng_key, scene, site, components, index, views, z, draws):
             log_weight = log_weight + score[:num_views]
         log_sum = logsumexp(log_weight, -1)
         each = jnp.exp(log_weight - log_sum[:, None])
-        ends = lax.associative_scan(jnp.add, each, axis=1)
+        ends = _running_sums(each)
         level = u[i - first][:, None] * ends[:, -1:]
-        drawn = jnp.argmax(ends > level, -1).astype(jnp.int32)
+        # Of no weight is none: ends that are equal may be rounded differently.
+        drawn = jnp.argmax((ends > level) & (each > 0), -1).astype(jnp.int32)
         k = jnp.maximum(jnp.where(draws, drawn, z[row][views]), 0)
         every = jnp.append(k, 0)
         changed = []

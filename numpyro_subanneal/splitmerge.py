@@ -296,25 +296,17 @@ def split_and_merge_in_views(
 ) -> tuple[Clusters, Record]:
     """
     Make the proposals of one turn, shared by the occupied views.
-
-    A view's proposals cost as much as about twice its own features: they are compiled
-    for a quarter of all and for all.
     """
     index = layout.index(clusters.labels)
-    members = [jnp.zeros(layout.num_views, jnp.int32).at[view].add(1) for view in index]
     occupied = layout.num_features(clusters.labels) > 0
     num_views = occupied.sum(dtype=jnp.int32)
-    num_features = [c.block.num_features for c in components]
-    rungs = [[max(min(8, n), -(-n // 4)) for n in num_features], num_features]
-    if rungs[0] == rungs[1]:
-        rungs = rungs[1:]
 
-    def in_view(_, carry, site, local, widths, on):
+    def in_view(_, carry, site, local):
         clusters, record = carry
         view = layout.offsets[site] + local
         parts = [
-            SomeFeatures.of(c, own == view, width)
-            for c, own, width in zip(components, index, widths, strict=True)
+            SomeFeatures.of(c, own == view, c.block.num_features)
+            for c, own in zip(components, index, strict=True)
         ]
         own = Clusters(
             clusters.z[:, view],
@@ -332,7 +324,7 @@ def split_and_merge_in_views(
             own,
             subsample,
             record,
-            on,
+            occupied[view],
             adapting,
             num_views,
         )
@@ -347,25 +339,15 @@ def split_and_merge_in_views(
         )
         return clusters, record
 
-    def visit(local, carry, site, widths, smaller):
-        view = layout.offsets[site] + local
-        fits = [m[view] <= w for m, w in zip(members, widths, strict=True)]
-        on = occupied[view] & jnp.stack(fits).all()
-        if smaller is not None:
-            fits = [m[view] <= w for m, w in zip(members, smaller, strict=True)]
-            on &= ~jnp.stack(fits).all()
-
+    def visit(local, carry, site):
         # Not a branch of `lax.cond`, which would copy the assignments.
-        once = partial(in_view, site=site, local=local, widths=widths, on=on)
-        return lax.fori_loop(0, over_chains(on.astype(jnp.int32)), once, carry)
+        times = occupied[layout.offsets[site] + local].astype(jnp.int32)
+        one = partial(in_view, site=site, local=local)
+        return lax.fori_loop(0, over_chains(times), one, carry)
 
     carry = clusters, record
     for site, size in enumerate(layout.sizes):
-        for i, widths in enumerate(rungs):
-            one = partial(
-                visit, site=site, widths=widths, smaller=rungs[0] if i else None
-            )
-            carry = lax.fori_loop(0, size, one, carry)
+        carry = lax.fori_loop(0, size, partial(visit, site=site), carry)
     return carry
 
 
