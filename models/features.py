@@ -31,6 +31,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_subanneal.models import grids
+from numpyro_subanneal.models.grids import num_rows
 from numpyro_subanneal.typing import Array
 
 __all__ = [
@@ -331,17 +332,6 @@ def _frequency(codes: Array, size: int) -> Array:
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def num_rows(x: Array) -> int:
-    """Number of rows N of a table ``[N, D]``."""
-    if not isinstance(x, np.ndarray | jax.Array) or x.ndim != 2 or 0 in x.shape:
-        what = f"shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
-        raise ValueError(
-            "A table must be a NumPy or JAX array with the axes (rows, columns), at "
-            f"least one of each, got {what}."
-        )
-    return x.shape[0]
 
 
 def _check_table(x: Array, z: Array, kinds: str, name: str) -> None:

@@ -65,7 +65,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_subanneal.grid import Grid
-from numpyro_subanneal.models.features import num_rows
 from numpyro_subanneal.typing import Array
 
 __all__ = [
@@ -445,3 +444,14 @@ def _check_table(x: Array, mask: Array | None) -> None:
             f"values must be finite, and at most {limit:.1g} in size. Say which cells "
             "are missing by `mask`, True where a cell is observed."
         )
+
+
+def num_rows(x: Array) -> int:
+    """Number of rows N of a table ``[N, D]``."""
+    if not isinstance(x, np.ndarray | jax.Array) or x.ndim != 2 or 0 in x.shape:
+        what = f"shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
+        raise ValueError(
+            "A table must be a NumPy or JAX array with the axes (rows, columns), at "
+            f"least one of each, got {what}."
+        )
+    return x.shape[0]

@@ -673,7 +673,10 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         # A composite gives a draw of the prior for values that it was not given.
         seated = _nobody(z.shape) if composite and anneals else z
         clusters = rows.collect(components, seated, plan.capacity, plan.layout, labels)
-        if not plan.partition.labelled:
+        starts_empty = anneals and (
+            composite or not any(p.name in given for p in plan.partitions)
+        )
+        if not plan.partition.labelled and not starts_empty:
             clusters = rows.relabel(clusters, plan.layout, components)
         is_in = seated >= 0 if not plan.viewed else (seated >= 0).any(1)
         size = jnp.sum(is_in, dtype=jnp.int32)

@@ -170,10 +170,15 @@ class Prober:
         self.arrays = [x.view() if isinstance(x, np.ndarray) else x for x in arrays]
         self.hyper: dict[str, dict[str, np.ndarray]] = {}
         self.seats: dict[str, Seats] = {}
-        # The first ones, spread over the table, are those of the certificate.
-        spread = np.linspace(0, self.num_rows - 1, _NUM_CERTIFIED).astype(np.int32)
+        # The first ones, spread over the table and those of the outliers, are those of
+        # the certificate.
+        first = np.linspace(0, self.num_rows - 1, _NUM_CERTIFIED).astype(np.int32)
+        for _, shape in shapes:
+            outliers = _outliers(data[shape.name], live.get(shape.name))
+            first = np.concatenate([first, outliers])
+        self.num_certified = len(first)
         others = self.rng.permutation(self.num_rows)[:_NUM_PROBED].astype(np.int32)
-        self.rows = np.concatenate([spread, others])
+        self.rows = np.concatenate([first, others])
         self.x = {shape.name: data[shape.name][self.rows] for _, shape in shapes}
         draw = compile_for(self._random_theta, self.arrays, quickly=True)
         first, second = jax.device_get(draw(self.arrays))
@@ -623,7 +628,7 @@ class Prober:
         The numbers of the views are spelled out in bits: for each bit, the views in
         which it is set are moved to another cluster, and then those in which it isn't.
         """
-        rows = self.rows[_NUM_CERTIFIED:]  # Each once.
+        rows = self.rows[self.num_certified :]  # Each once.
         patterns = _bits(partition.num_views)
         # All at once, a row for each, as far as there are rows.
         times = -(-len(patterns) // len(rows))
@@ -656,19 +661,19 @@ class Prober:
         labels = labels | {partition.name: np.zeros(partition.shape, np.int32)}
         found: dict[str, list[np.ndarray]] = {shape.name: [] for shape in shapes}
         for pattern in patterns:
-            labels[partition.name][:, self.rows[_NUM_CERTIFIED:]] = pattern.T
+            labels[partition.name][:, self.rows[self.num_certified :]] = pattern.T
             after = self.evaluate(labels, self.theta[0])
             for shape in shapes:
                 old, new = before[shape.name].parameters, after[shape.name].parameters
                 cells = (len(self.rows), *shape.feature_shape, -1)
                 change = [_differs(old[n], new[n]).reshape(cells).any(-1) for n in old]
-                found[shape.name].append(np.any(change, 0)[_NUM_CERTIFIED:])
+                found[shape.name].append(np.any(change, 0)[self.num_certified :])
         return {name: np.stack(change) for name, change in found.items()}
 
     def _say_why_views(self, partition, shape, labels, before, wrong) -> None:
         """Tell in which way the first `wrong` feature is not indexed by one view."""
         index = _first(wrong)
-        rows = len(self.rows) - _NUM_CERTIFIED
+        rows = len(self.rows) - self.num_certified
         patterns = np.repeat(_bits(partition.num_views)[:, None], rows, axis=1)
         moves = self._moves(partition, [shape], labels, before, patterns)[shape.name]
         view = _from_bits(moves[:, :, *index])
@@ -844,8 +849,11 @@ class Prober:
             }
 
         bayes = compile_for(compute, self.hyper, row(0), shift, quickly=True)
-        for i in range(_NUM_CERTIFIED):
-            found = jax.device_get(bayes(self.hyper, row(i), shift + 1 / (2 + i)))
+        for i in range(self.num_certified):
+            # At outliers farther from the middle of the posterior, on either side.
+            far = (i - _NUM_CERTIFIED) % 2
+            away = 1 / (2 + i) if i < _NUM_CERTIFIED else (-0.85, 3.0)[far]
+            found = jax.device_get(bayes(self.hyper, row(i), shift + away))
             theta = dict(self.theta[1])
             for _, shape in self.shapes:
                 at, _, _ = found[shape.name]
@@ -879,6 +887,37 @@ class Prober:
                 f"{self.rows[i]}: the model's densities are not those of the pair. "
                 f"{pair.form}"
             )
+
+
+def _outliers(x: np.ndarray, live: np.ndarray | None) -> np.ndarray:
+    """
+    Two rows, those of the lowest and of the highest cell, in standard deviations of its
+    column: where a density that is cut off somewhere is not that of the pair.
+    """
+    lowest, highest, rows = np.inf, -np.inf, np.zeros(2, np.int32)
+    cells = x.reshape(len(x), -1)
+    if live is not None:
+        live = np.broadcast_to(
+            live.reshape(*live.shape, *[1] * (x.ndim - live.ndim)), x.shape
+        )
+        live = live.reshape(cells.shape)
+    # One column after another: the table may fill the memory.
+    for j in range(cells.shape[1]):
+        column = cells[:, j].astype(float)
+        known = np.isfinite(column)
+        if live is not None:
+            known &= live[:, j]
+        if not known.any():
+            continue
+        mean = np.mean(column, where=known)
+        scale = np.std(column, where=known)
+        column = np.where(known, column - mean, 0) / (scale if scale > 0 else 1)
+        low, high = np.argmin(column), np.argmax(column)
+        if column[low] < lowest:
+            lowest, rows[0] = column[low], low
+        if column[high] > highest:
+            highest, rows[1] = column[high], high
+    return rows
 
 
 def _first(wrong: np.ndarray) -> tuple[int, ...]:

@@ -1099,3 +1099,38 @@ def test_points_of_a_grid_that_float32_cannot_hold_are_not_refused():
         )(x)
 
     planning.recognise(model, (X1,), {})
+
+
+def _mixture_of(likelihood):
+    def model(x):
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=len(x)))
+        with numpyro.plate("clusters", 8):
+            var = numpyro.sample("var", dist.InverseGamma(2.0, 1.0))
+            loc = numpyro.sample("loc", dist.Normal(0.0, jnp.sqrt(var / 0.1)))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("x", likelihood(loc[z], var[z]), obs=x)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        lambda loc, var: dist.Normal(jnp.clip(loc, -5, 5), jnp.sqrt(var)),
+        lambda loc, var: dist.Normal(loc, jnp.sqrt(jnp.maximum(var, 0.2))),
+        lambda loc, var: dist.Normal(loc, jnp.minimum(jnp.sqrt(var), 2.0)),
+    ],
+    ids=["loc", "least variance", "largest scale"],
+)
+def test_a_cut_that_few_rows_feel_is_refused(likelihood):
+    x = np.random.default_rng(0).normal(size=66)
+    x[20:26] += 12  # none of them at the ends or evenly spread
+    with pytest.raises(NotRecognised, match="fails Bayes' law"):
+        planning.recognise(_mixture_of(likelihood), (x,), {})
+
+
+def test_outliers_alone_are_no_reason_to_refuse():
+    x = np.random.default_rng(0).normal(size=66)
+    x[20:22] = -1e4, 1e6
+    model = _mixture_of(lambda loc, var: dist.Normal(loc, jnp.sqrt(var)))
+    planning.recognise(model, (x,), {})
