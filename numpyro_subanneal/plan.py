@@ -467,6 +467,11 @@ class _Reader:
         self, sites: Mapping[str, Site], partitions: Sequence[Partition]
     ) -> None:
         used = {u for s in sites.values() if s.observed for u in s.upstream}
+        if not any(s.observed for s in sites.values()):
+            raise NotRecognised(
+                "The model has no observed site: give the data to "
+                "`numpyro.sample(..., obs=data)`."
+            )
         for name in _assigned(partitions):
             if name not in used:
                 way_out = (

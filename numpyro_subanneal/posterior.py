@@ -917,9 +917,9 @@ class Posterior:
         :param columns: which columns; all by default.
         :return: ``[draws, rows]``; with views ``[draws x columns, rows]``.
         """
+        (chosen,) = np.nonzero(self._select(columns, True))
         if not self._plan.viewed:
             return self._draws[self._plan.partition.name]
-        (chosen,) = np.nonzero(self._select(columns, True))
         view = self._views()[:, chosen]
         z = np.concatenate(
             [
@@ -1007,6 +1007,11 @@ def cross_validate(
     :raises ValueError: if a split leaves no row on one side, or the arguments do not
         say which rows to take out.
     """
+    if not isinstance(kernel, SubsampleAnnealedGibbs):
+        raise TypeError(
+            "`kernel` must be a SubsampleAnnealedGibbs, such as "
+            f"`SubsampleAnnealedGibbs(model)`, got {type(kernel).__name__}."
+        )
     plan = recognise(kernel.model, args, kwargs)
     num_rows = plan.num_rows
     held_out_rows = _held_out(rng_key, num_rows, num_splits, held_out, num_folds)

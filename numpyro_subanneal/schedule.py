@@ -213,8 +213,8 @@ class AbstractSchedule(ABC):
             if (values < 0).any():
                 step = int(np.argmax(values < 0))
                 raise ValueError(
-                    f"{name}.steps returned {label}[{step}] = {values[step]}; a "
-                    "subsample never shrinks."
+                    f"{name}.steps returned {label}[{step}] = {values[step]}; numbers "
+                    "of rows must not be negative."
                 )
         expected = 0 if self.starts_full else num_rows
         if added.sum() != expected:

@@ -347,7 +347,8 @@ class Table:
         given are left out, as are ignored ones.
 
         Columns of integers stay so if their cells are whole and fit, and become floats
-        otherwise. Integers and booleans that are NumPy's cannot be missing; those of a
+        otherwise; those beyond 2^24 are rounded to what 32-bit floats hold, unless x64
+        is on. Integers and booleans that are NumPy's cannot be missing; those of a
         pandas column with missing cells become pandas' own.
 
         :param arrays: by type, cells ``[N, columns]`` as in :attr:`arrays`, which is
@@ -844,8 +845,9 @@ def _labels(name: Hashable, kind: str, cells: _Cells) -> tuple:
     if kind == "binary" and len(labels) != 2:
         raise ValueError(
             f"Column {name!r} has {len(labels)} different value(s), {_spell(labels)}; "
-            "a binary one has two. Give it the type 'categorical', or name what stands "
-            "for missing cells in `missing`."
+            f"a binary one has two. Name both by `types={{{name!r}: [...]}}`, give it "
+            "the type 'categorical', or name what stands for missing cells in "
+            "`missing`."
         )
     if not labels:
         raise ValueError(

@@ -9,6 +9,8 @@ from pathlib import Path
 import subprocess
 import sys
 
+import pytest
+
 import numpyro_subanneal
 import numpyro_subanneal.models
 
@@ -65,6 +67,11 @@ def test_importing_computes_nothing():
         "import jax; print(len(jax.live_arrays()))"
     )
     assert python(code).strip() == "0"
+
+
+@pytest.mark.parametrize("module", ["crosscat", "features", "grids", "pitman_yor"])
+def test_each_module_of_models_can_be_imported_first(module):
+    python(f"import numpyro_subanneal.models.{module}")
 
 
 def test_models_install_inside_the_package(tmp_path):

@@ -1134,3 +1134,15 @@ def test_outliers_alone_are_no_reason_to_refuse():
     x[20:22] = -1e4, 1e6
     model = _mixture_of(lambda loc, var: dist.Normal(loc, jnp.sqrt(var)))
     planning.recognise(model, (x,), {})
+
+
+def test_a_model_without_data_says_so():
+    def model(x):
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=len(x)))
+        with numpyro.plate("clusters", 4):
+            loc = numpyro.sample("loc", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("x", dist.Normal(loc[z], 1.0))
+
+    with pytest.raises(NotRecognised, match="no observed site.*obs=data"):
+        planning.recognise(model, (np.zeros(5),), {})

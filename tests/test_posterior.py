@@ -1214,6 +1214,9 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
     refused(lambda: ask(wrong, CODES[:2]), "Column 0", "'x'", "inf", "row 1")
     args = NEW_REAL, NEW_CODES
     refused(lambda: ask(*args, columns="y"), "'y'", "['x', 'c']")
+    # Of no consequence without views, but it must not be misspelt.
+    for question in (fitted().similarity, fitted().point_partition):
+        refused(lambda q=question: q(columns="y"), "'y'", "['x', 'c']")
     for index in (2, "a", [True] * 3, (0, 1), 0.5):
         refused(lambda i=index: ask(*args, columns={"x": i}), "'x'", "(2,)")
     refused(lambda: ask(*args, given={"c": 0}), "'c'", "()")
@@ -1322,6 +1325,8 @@ def test_cross_validation_scores_rows_that_it_was_not_trained_with():
 
 def test_shares_and_models_that_cannot_be_split_are_refused():
     options = dict(RUN, rng_key=random.key(0))
+    with pytest.raises(TypeError, match=r"SubsampleAnnealedGibbs\(model\)"):
+        cross_validate(simple, BLOBS, **options)
     for share in (0.0, 0.04, 1.0, -0.5, float("nan")):
         refused(
             lambda s=share: cross_validate(kernel(), BLOBS, held_out=s, **options),

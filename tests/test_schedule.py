@@ -209,7 +209,7 @@ def test_checked_steps_are_int32_of_any_integers(dtype):
         ([5, 0, 0], [[0, 0, 0]], r"`churned` with shape \(1, 3\)"),
         ([5.0, 0.0, 0.0], [0, 0, 0], "`added` with shape .* dtype float64"),
         ([5, 0, 0], [True, True, False], "`churned` with shape .* dtype bool"),
-        ([6, -1, 0], [0, 0, 0], r"added\[1\] = -1; a subsample never shrinks"),
+        ([6, -1, 0], [0, 0, 0], r"added\[1\] = -1; numbers of rows must not be"),
         ([5, 0, 0], [0, 0, -2], r"churned\[2\] = -2"),
         ([5, 1, 0], [0, 0, 0], "adds 6 rows in all, but must add 5"),
         ([2, 1, 1], [0, 0, 0], "adds 4 rows in all, but must add 5"),
