@@ -909,9 +909,10 @@ def _outliers(x: np.ndarray, live: np.ndarray | None) -> np.ndarray:
             known &= live[:, j]
         if not known.any():
             continue
-        mean = np.mean(column, where=known)
-        scale = np.std(column, where=known)
-        column = np.where(known, column - mean, 0) / (scale if scale > 0 else 1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = np.mean(column, where=known)
+            scale = np.std(column, where=known)
+            column = np.where(known, column - mean, 0) / (scale if scale > 0 else 1)
         low, high = np.argmin(column), np.argmax(column)
         if column[low] < lowest:
             lowest, rows[0] = column[low], low

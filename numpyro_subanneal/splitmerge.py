@@ -263,7 +263,9 @@ def split_and_merge(
         bits = random.bits(key_choice, (7,), jnp.uint32)
         restricted = (first + t) % num_kinds >= options.num_sequential
         scene = _Scene(prior, components, clusters, subsample, lists)
-        proposal, record = _choose(options, bits, restricted, scene, record, due)
+        # A vectorized chain with more views than another makes fewer.
+        own = due & (t < num)
+        proposal, record = _choose(options, bits, restricted, scene, record, own)
         three, side, log_ratio = _share_out(options, key_scan, scene, side, proposal)
         n = subsample.size.astype(log_ratio.dtype)
         m, a = three.n[2].astype(n.dtype), three.n[0].astype(n.dtype)
@@ -294,9 +296,7 @@ def split_and_merge_in_views(
     layout: Layout,
     adapting: Array,
 ) -> tuple[Clusters, Record]:
-    """
-    Make the proposals of one turn, shared by the occupied views.
-    """
+    """Make the proposals of one turn, shared by the occupied views."""
     index = layout.index(clusters.labels)
     occupied = layout.num_features(clusters.labels) > 0
     num_views = occupied.sum(dtype=jnp.int32)
