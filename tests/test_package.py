@@ -45,6 +45,7 @@ def test_public_names_are_these():
         "PriorGibbs",
         "SequentialGibbs",
         "SplitMerge",
+        "Steps",
         "SubsampleAnnealedGibbs",
         "SubsampleAnnealedGibbsState",
         "Table",
