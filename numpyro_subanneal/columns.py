@@ -305,8 +305,8 @@ def draw_vacant(
 def _running_sums(x):
     """
     Cumulative sums over the last axis, by blocks: as many operations as the power 3/2
-    of its length, in three kernels where :func:`jax.numpy.cumsum` is compiled to
-    several for every power of two.
+    of its length (:func:`jax.numpy.cumsum` takes the square), in three kernels, where
+    :func:`jax.lax.associative_scan` is compiled to several for every power of two.
     """
     size = x.shape[-1]
     width = max(1, round(size**0.5))

@@ -851,8 +851,10 @@ class Prober:
         bayes = compile_for(compute, self.hyper, row(0), shift, quickly=True)
         for i in range(self.num_certified):
             # At outliers farther from the middle of the posterior, on either side.
-            far = (i - _NUM_CERTIFIED) % 2
-            away = 1 / (2 + i) if i < _NUM_CERTIFIED else (-0.85, 3.0)[far]
+            if i < _NUM_CERTIFIED:
+                away = 1 / (2 + i)
+            else:
+                away = (-0.85, 3.0)[(i - _NUM_CERTIFIED) % 2]
             found = jax.device_get(bayes(self.hyper, row(i), shift + away))
             theta = dict(self.theta[1])
             for _, shape in self.shapes:

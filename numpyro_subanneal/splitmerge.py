@@ -248,12 +248,12 @@ def split_and_merge(
     """
     due = due & (subsample.size > 1)
     num_rows = clusters.z.shape[0]
-    num = num_kinds = options.num_sequential + options.num_restricted
+    num = num_in_all = options.num_sequential + options.num_restricted
     first = jnp.int32(0)
     if num_views is not None:
-        num = -(-num_kinds // jnp.maximum(num_views, 1))
-        key_kind = random.fold_in(rng_key, num_kinds)
-        first = below(random.bits(key_kind, (), jnp.uint32), num_kinds)
+        num = -(-num_in_all // jnp.maximum(num_views, 1))
+        key_kind = random.fold_in(rng_key, num_in_all)
+        first = below(random.bits(key_kind, (), jnp.uint32), num_in_all)
     lists = _link(clusters, subsample, due)
     side = jnp.zeros(num_rows, bool)
 
@@ -261,7 +261,7 @@ def split_and_merge(
         clusters, lists, side, record = carry
         key_choice, key_scan = random.split(random.fold_in(rng_key, t))
         bits = random.bits(key_choice, (7,), jnp.uint32)
-        restricted = (first + t) % num_kinds >= options.num_sequential
+        restricted = (first + t) % num_in_all >= options.num_sequential
         scene = _Scene(prior, components, clusters, subsample, lists)
         # A vectorized chain with more views than another makes fewer.
         own = due & (t < num)
