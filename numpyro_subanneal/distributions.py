@@ -21,7 +21,6 @@ from typing import final
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from jax.scipy.special import gammaln
 from jax.typing import ArrayLike
 import numpy as np
 
@@ -30,7 +29,11 @@ from numpyro.distributions.util import promote_shapes, validate_sample
 from numpyro.util import is_prng_key, not_jax_tracer
 
 from numpyro_subanneal.conjugate.base import loggamma
-from numpyro_subanneal.conjugate.special import log1p_of
+from numpyro_subanneal.conjugate.special import (
+    log1p_nonnegative,
+    log1p_of,
+    stirling_remainder,
+)
 
 __all__ = [
     "ChineseRestaurantProcess",
@@ -904,28 +907,12 @@ def _log_ratio(
     zero, for positive arguments and ``gap = denominator - numerator``, which the
     caller knows without cancellation.
     """
-    near = gap < 0.5 * denominator
-    # Either branch gets harmless arguments where the other is taken, for its gradient.
-    far_log = jnp.log(jnp.where(near, denominator, numerator) / denominator)
-    near_log = jnp.log1p(-jnp.where(near, gap, 0.0) / denominator)
-    return jnp.where(near, near_log, far_log)
-
-
-def _stirling_remainder(x: jax.Array) -> jax.Array:
-    """
-    Binet's function: ``gammaln(x)`` less ``(x - 1/2) log(x) - x + log(2 pi) / 2``, for
-    positive ``x``.
-    """
-    large = x >= 10.0
-    series = _stirling_series(jnp.where(large, x, 10.0))
-    x_small = jnp.where(large, 10.0, x)
-    leading = (x_small - 0.5) * jnp.log(x_small) - x_small + 0.5 * np.log(2 * np.pi)
-    return jnp.where(large, series, gammaln(x_small) - leading)
+    return log1p_of(numerator / denominator, -gap / denominator)
 
 
 def _stirling_series(x: jax.Array) -> jax.Array:
     """
-    :func:`_stirling_remainder` by seven terms of the asymptotic series, exact to
+    Binet's function by seven terms of the asymptotic series, exact to
     rounding in float64 from 10 on and in float32 from 4 on.
     """
     bernoulli = (
@@ -1002,7 +989,7 @@ def _log_eppf(
     batch = jnp.broadcast_shapes(*(x.shape[:-1] for x in (a, b, m)))
     ends = np.cumsum([m.shape[-1], 1, 1])
     remainders = jnp.split(
-        _stirling_remainder(
+        stirling_remainder(
             jnp.concatenate(
                 [
                     jnp.broadcast_to(x, (*batch, x.shape[-1]))
@@ -1016,7 +1003,7 @@ def _log_eppf(
     )
 
     def log_rising(start, length, remainder, of_start):
-        leading = (start - 0.5) * jnp.log1p(length / start)
+        leading = (start - 0.5) * log1p_nonnegative(length / start)
         return leading + (remainder - of_start)
 
     def of_parameters(start, length):

@@ -192,7 +192,7 @@ def log_prior(plan: Plan, trace: Mapping[str, dict], clusters: Clusters) -> Arra
     Log prior density of the hyperparameters in `trace` and of the partition of features
     into views, if there is one, in nats; without the hyperparameters of vacant views.
     """
-    total = jnp.zeros(())
+    each = [jnp.zeros(1)]
     log_probs = _log_probs(trace, [site.name for site in plan.hyper])
     for site in plan.hyper:
         log_prob = log_probs[site.name]
@@ -205,7 +205,9 @@ def log_prior(plan: Plan, trace: Mapping[str, dict], clusters: Clusters) -> Arra
                 -1, *(1,) * (log_prob.ndim - 1)
             )
             log_prob = jnp.where(vacant, 0, log_prob)
-        total += log_prob.sum()
+        each.append(log_prob.reshape(-1))
+    # NB: in one sum, each of which is compiled.
+    total = jnp.concatenate(each).sum()
     for i, p in enumerate(plan.partitions):
         if p.features is not None:
             sizes = plan.layout.num_elements_in(i, clusters.labels)
@@ -543,7 +545,9 @@ def _enumerate_chains(
 
         each = jax.vmap(terms)(candidates)
         key = random.fold_in(rng_key, i)
-        noise = random.gumbel(key, (most, sum(sizes)), mode="high")
+        # NB: flat, since XLA writes the iterations of a short last axis out.
+        noise = random.gumbel(key, (most * sum(sizes),), mode="high")
+        noise = noise.reshape(most, -1)
         new, start = {}, 0
         for chain, own, prior, size in zip(chains, factors, priors, sizes, strict=True):
             shape = chain[0].shape

@@ -638,5 +638,8 @@ def log_joint(
     else:
         total = prior.log_eppf(clusters.counts)
     for c, s in zip(components, clusters.stats, strict=True):
-        total += jnp.where(occupied, c.block.log_marginal(c.hyper, s), 0).sum()
+        each = c.block.log_marginals(c.hyper, s)
+        # NB: flat, with which XLA computes what is summed ahead, in vectors.
+        taken = jnp.broadcast_to(occupied, each.shape).reshape(-1)
+        total += jnp.where(taken, each.reshape(-1), 0).sum()
     return total

@@ -28,12 +28,15 @@ import numpy as np
 from numpyro.util import not_jax_tracer
 
 from numpyro_subanneal.conjugate.base import loggamma
-from numpyro_subanneal.conjugate.special import log1p_of, log_rising_of_scale
+from numpyro_subanneal.conjugate.special import (
+    log1p_of,
+    log_rising_of_scale,
+    stirling_remainder,
+)
 from numpyro_subanneal.distributions import (
     _draw_labels,
     _log_ratio,
     _offending,
-    _stirling_remainder,
 )
 from numpyro_subanneal.typing import Array
 
@@ -518,7 +521,7 @@ def _log_dirichlet_multinomial(counts: ArrayLike, a: ArrayLike) -> Array:
     log_change = _log_ratio(share, a / total, gap)
 
     def others(a, n):
-        remainder = _stirling_remainder(a + n) - _stirling_remainder(a)
+        remainder = stirling_remainder(a + n) - stirling_remainder(a)
         return remainder - 0.5 * jnp.log1p(n / a)
 
     terms = n * log_share + a * log_change + others(a, n)

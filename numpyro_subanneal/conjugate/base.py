@@ -681,7 +681,9 @@ class DenseBlock(AbstractBlock):
         return jax.vmap(one, in_axes=(0, -1, -1), out_axes=-1)(hyper.values, a, b)
 
     def tables(self, hyper, stats):
-        return jax.vmap(lambda s: self._table(hyper, s), in_axes=-1, out_axes=-1)(stats)
+        values, flat = self._flat(hyper, stats)
+        table = self._table(hyper._replace(values=values), flat)
+        return table.reshape(len(table), self.num_features, -1)
 
     def take(self, hyper, stats, x, k, live, view=None):
         k_each = at_features(k, view)
@@ -762,8 +764,25 @@ class DenseBlock(AbstractBlock):
         def one(h, s):
             return fn(h, unpack(s))
 
-        over_features = jax.vmap(one, in_axes=(0, -1))
-        return jax.vmap(over_features, in_axes=(None, -1))(hyper.values, stats)
+        values, flat = self._flat(hyper, stats)
+        each = jax.vmap(one, in_axes=(0, -1))(values, flat)
+
+        def unflat(x):
+            x = x.reshape(self.num_features, -1, *x.shape[1:])
+            return jnp.swapaxes(x, 0, 1)
+
+        return jax.tree.map(unflat, each)
+
+    def _flat(self, hyper, stats):
+        """
+        Hyperparameters and statistics of every feature and cluster, on one axis.
+
+        XLA's loops over a short last axis are written out, without vector instructions:
+        that is slow, and takes long to compile.
+        """
+        num_clusters = jax.tree.leaves(stats)[0].shape[-1]
+        values = jax.tree.map(lambda v: jnp.repeat(v, num_clusters, 0), hyper.values)
+        return values, jax.tree.map(lambda s: s.reshape(len(s), -1), stats)
 
     def _layout(self, hyper):
         return _unpacker(jax.eval_shape(self.pair.empty, _first(hyper.values)))
@@ -968,6 +987,10 @@ def draw(rng_key: Array, fn: dist.Distribution) -> Array:
         return root @ root.mT
     if isinstance(fn, dist.VonMises):
         return _von_mises(rng_key, fn)
+    if isinstance(fn, dist.Normal):
+        # NB: flat, since XLA writes the iterations of a short last axis out.
+        noise = random.normal(rng_key, (np.prod(fn.shape(), dtype=int),))
+        return fn.loc + fn.scale * noise.reshape(fn.shape())
     return fn.sample(rng_key)
 
 
@@ -1071,7 +1094,7 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     def attempt(i, a):
         # One call for all random numbers: each takes long to compile.
         key = random.fold_in(rng_key, i)
-        u = random.uniform(key, (2, a.size), a.dtype, minval=tiny)
+        u = random.uniform(key, (2 * a.size,), a.dtype, minval=tiny).reshape(2, -1)
         boosted = a < 1
         value, accepted, log_u = _propose(u, jnp.where(boosted, a + 1, a))
         return value + jnp.where(boosted, log_u / a, 0), accepted
