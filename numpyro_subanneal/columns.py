@@ -68,11 +68,13 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 import numpy as np
 
+from numpyro_subanneal import variates
 from numpyro_subanneal.conjugate.base import ByView
 from numpyro_subanneal.distributions import PartitionDistribution
-from numpyro_subanneal.rows import Clusters, Component, gumbel, uniform
-from numpyro_subanneal.subsample import Subsample, below, over_chains
+from numpyro_subanneal.rows import Clusters, Component
+from numpyro_subanneal.subsample import Subsample, over_chains
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import below, fold_in, gumbel, uniform
 from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
 
 # Random numbers are drawn for so many rows at a time.
@@ -216,7 +218,7 @@ def move_features(
     for site, feature_prior in enumerate(feature_priors):
         if feature_prior is None:
             continue
-        keys = [random.fold_in(key, site) for key in move_keys]
+        keys = [fold_in(key, site) for key in move_keys]
         state = _share_out_sets(options.num_sets, keys[1], scene, site, state)
         state = _gibbs(options.num_sweeps, keys[0], scene, site, state)
         # NB: after these two no partition of a vacant view is looked at: what those
@@ -287,8 +289,8 @@ def draw_vacant(
 
     def chunk(j, carry):
         first = j * _CHUNK
-        key = random.fold_in(rng_key, j)
-        u = uniform(random.bits(key, (_CHUNK, num_views), jnp.uint32))
+        key = fold_in(rng_key, j)
+        u = uniform(variates.bits(key, (_CHUNK, num_views)))
         last = jnp.minimum(first + _CHUNK, stop)
         return lax.fori_loop(first, last, partial(seat, u=u, first=first), carry)
 
@@ -478,8 +480,8 @@ def _share_out_sets(num_sets, rng_key, scene, site, state):
 
     def propose(i, carry):
         labels, accepted = carry
-        key = random.fold_in(rng_key, i)
-        bits = random.bits(key, (num + 3,), jnp.uint32)
+        key = fold_in(rng_key, i)
+        bits = variates.bits(key, (num + 3,))
         one = below(bits[0], num_views)
         two = below(bits[1], num_views - 1)
         pair = jnp.stack([one, two + (two >= one)])
@@ -510,8 +512,8 @@ def _guided(num_guided, rng_key, scene, site, state):
     offset = layout.offsets[site]
 
     def propose(i, state):
-        key_choice, key_rows, key_gibbs = random.split(random.fold_in(rng_key, i), 3)
-        bits = random.bits(key_choice, (3,), jnp.uint32)
+        key_choice, key_rows, key_gibbs = random.split(fold_in(rng_key, i), 3)
+        bits = variates.bits(key_choice, (3,))
         labels, fit = state.labels[site], state.fit[site]
         e = below(bits[0], num)
         own = labels[e]
@@ -519,7 +521,7 @@ def _guided(num_guided, rng_key, scene, site, state):
         others = sizes > 0
         birth = others[own]
         log_weight = jnp.where(others, _log_weights(prior, sizes) + fit[e], -jnp.inf)
-        noise = gumbel(random.fold_in(key_choice, 1), log_weight.shape)
+        noise = gumbel(fold_in(key_choice, 1), log_weight.shape)
         target = jnp.argmax(log_weight + noise).astype(jnp.int32)
         vacant = ~others
         seat = _nth(vacant, below(bits[1], vacant.sum(dtype=jnp.int32)))
@@ -589,7 +591,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
     reverse, last = _NUM_LAUNCH, _NUM_LAUNCH + 1
 
     def propose(_, state, key_choice, key_rounds, made):
-        bits = random.bits(key_choice, (4,), jnp.uint32)
+        bits = variates.bits(key_choice, (4,))
         labels = state.labels[site]
         sizes = layout.num_elements_in(site, state.labels)
         first = below(bits[0], num)
@@ -632,7 +634,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
 
         def run_round(r, carry):
             side, log_q, log_z, _ = carry
-            key_rows, key_share = random.split(random.fold_in(key_rounds, r))
+            key_rows, key_share = random.split(fold_in(key_rounds, r))
             seats = jnp.where(split == (r == reverse), united, side)
             seats = jnp.where(r < reverse, side, seats)
             imputed = _impute(
@@ -649,7 +651,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
             total = jnp.where(there, imputed.log_z, 0).sum()
             log_z = log_z.at[jnp.where(r == last, 1, 0)].set(total)
             fit = _fit(scene, _count(scene, imputed.z), site)
-            u = uniform(random.bits(key_share, (num,), jnp.uint32))
+            u = uniform(variates.bits(key_share, (num,)))
             shared = share_out(fit, u, (r == reverse - 1) & ~split)
             side, log_q = jax.tree.map(
                 lambda a, b: jnp.where(r < reverse, a, b), shared, (side, log_q)
@@ -682,8 +684,8 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         )
 
     def maybe(i, state):
-        key_made, *keys = random.split(random.fold_in(rng_key, i), 3)
-        u = uniform(random.bits(key_made, (), jnp.uint32))
+        key_made, *keys = random.split(fold_in(rng_key, i), 3)
+        u = uniform(variates.bits(key_made, ()))
         made = u * scene.subsample.size < _ALWAYS
         once = partial(propose, key_choice=keys[0], key_rounds=keys[1], made=made)
         # Not a branch of `lax.cond`, which would copy the assignments.
@@ -779,7 +781,7 @@ def _impute(rng_key, scene, site, components, index, views, z, draws):
     def chunk(j, carry):
         first = j * _CHUNK
         shape = _CHUNK, num_views
-        bits = random.bits(random.fold_in(rng_key, j), shape, jnp.uint32)
+        bits = variates.bits(fold_in(rng_key, j), shape)
         last = jnp.minimum(first + _CHUNK, stop)
         one = partial(add_row, u=uniform(bits), first=first)
         return lax.fori_loop(first, last, one, carry)

@@ -50,6 +50,7 @@ from numpyro_subanneal.reading import (
 from numpyro_subanneal.rows import Clusters, Component
 from numpyro_subanneal.skeleton import Args, Kwargs, Model, peel
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import fold_in, gumbel
 from numpyro_subanneal.weights import LabelledPrior
 
 Values = Mapping[str, Array]
@@ -544,10 +545,7 @@ def _enumerate_chains(
             return dict(zip(every, target.factors(every, moved), strict=True))
 
         each = jax.vmap(terms)(candidates)
-        key = random.fold_in(rng_key, i)
-        # NB: flat, since XLA writes the iterations of a short last axis out.
-        noise = random.gumbel(key, (most * sum(sizes),), mode="high")
-        noise = noise.reshape(most, -1)
+        noise = gumbel(fold_in(rng_key, i), (most, sum(sizes)))
         new, start = {}, 0
         for chain, own, prior, size in zip(chains, factors, priors, sizes, strict=True):
             shape = chain[0].shape
@@ -626,7 +624,7 @@ def _enumerate(
         candidates = jax.vmap(lambda chosen: combination(chosen, current, i))(index)
         log_density = jax.vmap(at.whole)(candidates)
         own = {n: c.reshape(len(index), -1)[:, i] for n, c in candidates.items()}
-        new = _choose(random.fold_in(rng_key, i), log_density, own)
+        new = _choose(fold_in(rng_key, i), log_density, own)
         return {
             n: current[n].reshape(-1).at[i].set(new[n]).reshape(at.shape)
             for n in at.names
@@ -644,7 +642,7 @@ def _choose(rng_key, log_density, candidates):
     log_density = log_density - jnp.log(alike.sum(1))
     log_density = jnp.where(jnp.isnan(log_density), -jnp.inf, log_density)
     # Gumbel-max.
-    noise = random.gumbel(rng_key, log_density.shape, log_density.dtype, mode="high")
+    noise = gumbel(rng_key, log_density.shape).astype(log_density.dtype)
     chosen = jnp.argmax(log_density + noise, 0)[None]
     return {
         name: jnp.take_along_axis(value, chosen, 0)[0]
@@ -700,7 +698,7 @@ def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> A
             def along(x):
                 return log_density(u.at[:, j].set(x))
 
-            key = random.fold_in(rng_key, j)
+            key = fold_in(rng_key, j)
             return u.at[:, j].set(slice_sample(key, along, u[:, j]))
 
         u = lax.fori_loop(0, coordinates, coordinate, u)
@@ -718,7 +716,7 @@ def _slice(rng_key: Array, target: Target, site: HyperSite, values: Values) -> A
             def along(x):
                 return log_density(u.at[j].set(x[0]))[None]
 
-            key = random.fold_in(rng_key, j)
+            key = fold_in(rng_key, j)
             return u.at[j].set(slice_sample(key, along, u[j][None])[0])
 
         u = lax.fori_loop(0, len(u), coordinate, u)
@@ -785,7 +783,7 @@ def slice_sample(
         # No step is left on this side.
         phase = jnp.where((phase == _LEFT) & (steps_left <= 0), _RIGHT, phase)
         phase = jnp.where((phase == _RIGHT) & (steps_right <= 0), _SHRINK, phase)
-        u = random.uniform(random.fold_in(key_tries, slices.i), x.shape, dtype)
+        u = random.uniform(fold_in(key_tries, slices.i), x.shape, dtype)
         point = jnp.select(
             [phase == _LEFT, phase == _RIGHT, phase == _SHRINK],
             [left, right, left + u * (right - left)],

@@ -37,6 +37,7 @@ from numpyro_subanneal.subsample import (
     over_chains,
 )
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import fold_in, gumbel
 from numpyro_subanneal.views import Layout, Seats, ViewPriors
 from numpyro_subanneal.weights import LabelledPrior
 
@@ -359,7 +360,7 @@ def _run_moves(
             rung = view_rung * len(ladder) + rung
 
         def fill(i, noise):
-            key = random.fold_in(rng_key, segment * num_blocks * num_pieces + i)
+            key = fold_in(rng_key, segment * num_blocks * num_pieces + i)
             part = gumbel(key, (1, piece, _NOISE))
             block, first = i // pieces, i % pieces * piece
             zero = jnp.zeros_like(first)
@@ -388,31 +389,6 @@ def _run_moves(
         unfinished, run_segment, (zero, clusters, zero, noise, zero)
     )
     return clusters, refused
-
-
-def gumbel(rng_key: Array, shape: tuple[int, ...]) -> Array:
-    """
-    Gumbel noise in which rare large values are as frequent as they should be.
-
-    It is minus the logarithm of an exponential variate, made of 32 random bits so that
-    small ones are fine enough: a row opens a cluster with a probability of 10^-6 or
-    less where there are that many rows, and :func:`jax.random.gumbel` in float32 is at
-    most 16, so that it makes a choice of probability p with about p - 6e-8.
-    """
-    dtype = jnp.result_type(float)
-    if dtype.itemsize > 4:
-        return random.gumbel(rng_key, shape, dtype)
-    u = uniform(random.bits(rng_key, shape, jnp.uint32))
-    # -log(1 - u): of a small `u` by three terms of its series, and never infinite.
-    large = -jnp.log(jnp.maximum(1 - u, 2.0**-25))
-    small = u * (1 + u * (0.5 + u / 3))
-    return -jnp.log(jnp.where(u < 2.0**-6, small, large))
-
-
-def uniform(bits: Array) -> Array:
-    """Uniform variates of 32 random bits each; never zero."""
-    dtype = jnp.result_type(float)
-    return (bits.astype(dtype) + 0.5) * dtype.type(2.0**-32)
 
 
 def _room(counts: Array) -> Array:

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_subanneal.subsample import below
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import below
 
 
 class Steps(NamedTuple):

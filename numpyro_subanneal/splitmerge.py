@@ -36,9 +36,11 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_subanneal.rows import Clusters, Component, Prior, uniform
-from numpyro_subanneal.subsample import Subsample, any_chain, below, over_chains
+from numpyro_subanneal import variates
+from numpyro_subanneal.rows import Clusters, Component, Prior
+from numpyro_subanneal.subsample import Subsample, any_chain, over_chains
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import below, fold_in, uniform
 from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
 from numpyro_subanneal.weights import LabelledPrior
 
@@ -252,15 +254,15 @@ def split_and_merge(
     first = jnp.int32(0)
     if num_views is not None:
         num = -(-num_in_all // jnp.maximum(num_views, 1))
-        key_kind = random.fold_in(rng_key, num_in_all)
-        first = below(random.bits(key_kind, (), jnp.uint32), num_in_all)
+        key_kind = fold_in(rng_key, num_in_all)
+        first = below(variates.bits(key_kind, ()), num_in_all)
     lists = _link(clusters, subsample, due)
     side = jnp.zeros(num_rows, bool)
 
     def one(t, carry):
         clusters, lists, side, record = carry
-        key_choice, key_scan = random.split(random.fold_in(rng_key, t))
-        bits = random.bits(key_choice, (7,), jnp.uint32)
+        key_choice, key_scan = random.split(fold_in(rng_key, t))
+        bits = variates.bits(key_choice, (7,))
         restricted = (first + t) % num_in_all >= options.num_sequential
         scene = _Scene(prior, components, clusters, subsample, lists)
         # A vectorized chain with more views than another makes fewer.
@@ -318,7 +320,7 @@ def split_and_merge_in_views(
         )
         own, record = split_and_merge(
             options,
-            random.fold_in(rng_key, view),
+            fold_in(rng_key, view),
             prior.of_view(site, local),
             tuple(parts),
             own,
@@ -523,8 +525,8 @@ def _share_out(options, rng_key, scene, side, proposal):
 
     def run_chunk(pass_):
         # What is drawn ahead: random numbers for so many rows.
-        key = random.fold_in(rng_key, pass_.chunk)
-        noise = uniform(random.bits(key, (_CHUNK,), jnp.uint32))
+        key = fold_in(rng_key, pass_.chunk)
+        noise = uniform(variates.bits(key, (_CHUNK,)))
         phase = pass_.phase
         adds = ~restricted | (phase == 0) | (phase == last)
         is_proposal = phase == jnp.where(restricted, last - 1, 0)

@@ -13,10 +13,12 @@ time. A schedule may choose them otherwise
 from typing import NamedTuple, Protocol
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 
+from numpyro_subanneal import variates
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import below
 
 
 class Subsample(NamedTuple):
@@ -122,7 +124,7 @@ def draw_moves(
     :param since: rows that have moved since the last turn, which it is told.
     """
     num_rows = subsample.order.shape[0]
-    bits = random.bits(rng_key, (chunk, 2), jnp.uint32)
+    bits = variates.bits(rng_key, (chunk, 2))
     count = jnp.minimum(churn.left, chunk if most is None else most)
     full = (churn.added == 0) & (subsample.size == num_rows)
 
@@ -183,9 +185,3 @@ def draw_moves(
     )
     churn = churn._replace(left=churn.left - count, credit=credit)
     return Subsample(order, size), churn, moves
-
-
-def below(bits: Array, count: Array | int) -> Array:
-    """Integers below `count`, of 32 random bits each; zero if it is not positive."""
-    count = jnp.maximum(jnp.asarray(count), 1).astype(jnp.uint32)
-    return (bits % count).astype(jnp.int32)

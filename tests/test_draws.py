@@ -17,7 +17,7 @@ from scipy import stats
 import numpyro.distributions as dist
 
 from numpyro_subanneal.conjugate.base import draw, loggamma
-from numpyro_subanneal.rows import gumbel
+from numpyro_subanneal.variates import gumbel
 
 # Kolmogorov-Smirnov above 1e-4 everywhere: a false alarm in 0.2 % for the file.
 LEAST_P = 1e-4

@@ -60,7 +60,7 @@ from numpyro_subanneal import (
 )
 from numpyro_subanneal.compiling import quick_options
 from numpyro_subanneal.models import mixture
-from numpyro_subanneal.subsample import below
+from numpyro_subanneal.variates import below
 
 # Steps of every warm-up: one program then serves all shares.
 NUM_WARMUP = 16

@@ -17,13 +17,18 @@ import jax
 from jax import lax, random
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
-from jax.scipy.special import erfinv
 import numpy as np
 
 import numpyro.distributions as dist
 
 from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import (
+    fold_in,
+    normal,
+    normal_quantile,
+    open_uniform,
+)
 
 Hyper: TypeAlias = Mapping[str, Array]
 """Hyperparameters of the prior by name, as the pair itself names them, and the given
@@ -988,9 +993,7 @@ def draw(rng_key: Array, fn: dist.Distribution) -> Array:
     if isinstance(fn, dist.VonMises):
         return _von_mises(rng_key, fn)
     if isinstance(fn, dist.Normal):
-        # NB: flat, since XLA writes the iterations of a short last axis out.
-        noise = random.normal(rng_key, (np.prod(fn.shape(), dtype=int),))
-        return fn.loc + fn.scale * noise.reshape(fn.shape())
+        return fn.loc + fn.scale * normal(rng_key, fn.shape())
     return fn.sample(rng_key)
 
 
@@ -1004,7 +1007,8 @@ def _bartlett(rng_key: Array, degrees: Array, size: int) -> Array:
     left = degrees[..., None] - jnp.arange(size)
     # A chi-square variate is two gamma variates of half as many degrees.
     diagonal = jnp.sqrt(2.0) * jnp.exp(0.5 * loggamma(key_diagonal, left / 2))
-    rest = jnp.tril(random.normal(key_rest, (*left.shape, size), diagonal.dtype), -1)
+    rest = normal(key_rest, (*left.shape, size)).astype(diagonal.dtype)
+    rest = jnp.tril(rest, -1)
     return rest + diagonal[..., None] * jnp.eye(size, dtype=diagonal.dtype)
 
 
@@ -1043,10 +1047,9 @@ def _von_mises(rng_key: Array, fn: dist.VonMises) -> Array:
     complement = (jnp.sqrt(2 * r) - 1 - 1 / (2 * kappa + root)) / (2 * kappa)
     complement = jnp.where(kappa < 1, 1 - rho, complement)
     excess = complement**2 / (2 * rho)
-    tiny = jnp.finfo(loc.dtype).tiny
 
     def attempt(key):
-        u = random.uniform(key, (3, *shape), loc.dtype, minval=tiny)
+        u = open_uniform(key, (3, *shape)).astype(loc.dtype)
         sin, cos = jnp.sin(jnp.pi / 2 * u[0]), jnp.cos(jnp.pi / 2 * u[0])
         # One minus the cosine of the angle.
         gap = excess * 2 * sin**2 / (excess + 2 * cos**2)
@@ -1061,7 +1064,7 @@ def _von_mises(rng_key: Array, fn: dist.VonMises) -> Array:
 
     def retry(carry):
         angle, done, i = carry
-        proposed, accepted = attempt(random.fold_in(rng_key, i))
+        proposed, accepted = attempt(fold_in(rng_key, i))
         return jnp.where(done, angle, proposed), done | accepted, i + 1
 
     # What is not a concentration gives NaN, instead of a loop that does not end.
@@ -1089,12 +1092,10 @@ def loggamma(rng_key: Array, concentration: Array) -> Array:
     shape = jnp.shape(concentration)
     a = jnp.ravel(jnp.asarray(concentration, jnp.result_type(float, concentration)))
     size = a.size
-    tiny = jnp.finfo(a.dtype).tiny
 
     def attempt(i, a):
         # One call for all random numbers: each takes long to compile.
-        key = random.fold_in(rng_key, i)
-        u = random.uniform(key, (2 * a.size,), a.dtype, minval=tiny).reshape(2, -1)
+        u = open_uniform(fold_in(rng_key, i), (2, a.size)).astype(a.dtype)
         boosted = a < 1
         value, accepted, log_u = _propose(u, jnp.where(boosted, a + 1, a))
         return value + jnp.where(boosted, log_u / a, 0), accepted
@@ -1158,8 +1159,7 @@ def _propose(u, a):
     """
     d = a - 1 / 3
     tiny = jnp.finfo(d.dtype).tiny
-    low = jnp.nextafter(jnp.asarray(-1, d.dtype), jnp.asarray(0, d.dtype))
-    x = jnp.sqrt(2).astype(d.dtype) * erfinv(jnp.maximum(2 * u[0] - 1, low))
+    x = normal_quantile(u[0])
     w = x / jnp.sqrt(9 * d)
     log_root = jnp.log1p(jnp.maximum(w, tiny - 1))
     # x^2 / 2 + d - d v + d log(v) with v = (1 + w)^3, without the terms that cancel:
