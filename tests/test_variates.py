@@ -29,9 +29,9 @@ def test_numbers_are_those_of_jax(make, seed):
         )
         theirs = random.uniform(key, shape, minval=jnp.finfo(float).tiny)
         assert_array_equal(variates.open_uniform(key, shape), theirs)
-        assert_allclose(
-            variates.normal(key, shape), random.normal(key, shape), rtol=1e-5, atol=1e-6
-        )
+        ours, theirs = variates.normal(key, shape), random.normal(key, shape)
+        # Of the same uniform variates but for rounding, which tails magnify.
+        assert_allclose(stats.norm.cdf(ours), stats.norm.cdf(theirs), atol=3e-7)
 
 
 def test_in_programs_and_vectorized():
