@@ -17,7 +17,7 @@ import copy
 from typing import final
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -38,6 +38,7 @@ from numpyro.infer.reparam import Reparam
 from numpyro.util import is_prng_key, not_jax_tracer
 
 from numpyro_subanneal.distributions import CheckedParameters, _concrete, _offending
+from numpyro_subanneal.variates import gumbel
 
 __all__ = ["Grid", "GridReparam", "index_grids"]
 
@@ -255,7 +256,8 @@ class Grid(CheckedParameters, Distribution):
         :return: floats of the type of ``values``, shape ``sample_shape + batch_shape``.
         """
         assert is_prng_key(key)
-        index = random.categorical(key, self.logits, shape=self.shape(sample_shape))
+        noise = gumbel(key, (*self.shape(sample_shape), self.logits.shape[-1]))
+        index = jnp.argmax(self.logits + noise, -1)
         return _take(_as_new(self.values), index)
 
     def log_prob(self, value: ArrayLike) -> jax.Array:
