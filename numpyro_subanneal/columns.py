@@ -663,7 +663,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         side, log_q, log_z, imputed = lax.fori_loop(0, last + 1, run_round, start)
         nums = jnp.stack([(side == k).sum(dtype=jnp.int32) for k in range(2)])
         apart = sizes.at[pair].set(nums)
-        together = sizes.at[pair].set(jnp.stack([nums.sum(), 0]))
+        together = sizes.at[pair].set(jnp.stack([nums.sum(dtype=jnp.int32), 0]))
         log_ratio = prior.log_eppf(apart) - prior.log_eppf(together) - log_q
         log_ratio = jnp.where(split, log_ratio, -log_ratio) + log_z[1] - log_z[0]
         possible = made & (~split | vacant.any())

@@ -905,31 +905,15 @@ def _log_ratio(
     """
     Log of ``numerator / denominator``, exact to rounding also when it is close to
     zero, for positive arguments and ``gap = denominator - numerator``, which the
-    caller knows without cancellation.
+    caller knows without cancellation. Minus infinity for a numerator of zero, and NaN
+    for a negative one: of parameters that are not possible.
     """
-    return log1p_of(numerator / denominator, -gap / denominator)
-
-
-def _stirling_series(x: jax.Array) -> jax.Array:
-    """
-    Binet's function by seven terms of the asymptotic series, exact to
-    rounding in float64 from 10 on and in float32 from 4 on.
-    """
-    bernoulli = (
-        1 / 12,
-        -1 / 360,
-        1 / 1260,
-        -1 / 1680,
-        1 / 1188,
-        -691 / 360360,
-        1 / 156,
+    ratio = numerator / denominator
+    positive = ratio > 0
+    log = log1p_of(
+        jnp.where(positive, ratio, 1), jnp.where(positive, -gap / denominator, 0)
     )
-    inverse = 1.0 / x
-    inverse_square = inverse * inverse
-    series = jnp.zeros_like(x)
-    for coefficient in reversed(bernoulli):
-        series = series * inverse_square + coefficient
-    return series * inverse
+    return jnp.where(positive, log, jnp.where(ratio == 0, -jnp.inf, jnp.nan))
 
 
 @partial(jax.jit, static_argnames=("axis", "relative"))
@@ -1222,8 +1206,8 @@ def _log_rising_difference(
     upper = gap / (y + m)
     log_upper = log1p_of((x + m) / (y + m), upper)
     log_lower = log1p_of(y * (x + m) / (x * (y + m)), -upper * (m / x))
-    remainder_x = _stirling_series(x + m) - _stirling_series(x)
-    remainder_y = _stirling_series(y + m) - _stirling_series(y)
+    remainder_x = stirling_remainder(x + m) - stirling_remainder(x)
+    remainder_y = stirling_remainder(y + m) - stirling_remainder(y)
     return (
         jnp.log(product)
         + m * log_upper

@@ -1006,7 +1006,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 if rng_key is not None:
                     key = random.fold_in(rng_key, i)
                     order = random.permutation(key, jnp.arange(size, dtype=jnp.int32))
-                place = jnp.zeros(size, jnp.int32).at[order].set(jnp.arange(size))
+                every = jnp.arange(size, dtype=jnp.int32)
+                place = jnp.zeros(size, jnp.int32).at[order].set(every)
                 labels[i] = place[labels[i]]
             orders.append(order + layout.offsets[i])
             names = [site.name for site in plan.hyper if site.per_view == p.name]

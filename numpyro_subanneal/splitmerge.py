@@ -263,9 +263,7 @@ def split_and_merge(
         clusters, lists, side, record = carry
         key_choice, key_scan = random.split(fold_in(rng_key, t))
         bits = variates.bits(key_choice, (7,))
-        restricted = jnp.asarray(False)
-        if options.num_restricted > 0:
-            restricted = (first + t) % num_in_all >= options.num_sequential
+        restricted = (first + t) % num_in_all >= options.num_sequential
         scene = _Scene(prior, components, clusters, subsample, lists)
         # A vectorized chain with more views than another makes fewer.
         own = due & (t < num)
@@ -617,10 +615,7 @@ def _share_out(options, rng_key, scene, side, proposal):
         begins = is_on(pass_) & adds & (pass_.p == first)
         three = jax.tree.map(lambda a, b: jnp.where(begins, a, b), anchors, pass_.three)
         pass_ = pass_._replace(three=three, visited=jnp.int32(0))
-        steps = [(add, adds)]
-        if options.num_restricted > 0:  # else there is nothing to compile
-            steps.append((move, ~adds))
-        for step, wanted in steps:
+        for step, wanted in ((add, adds), (move, ~adds)):
             pass_ = lax.while_loop(
                 lambda pass_, wanted=wanted: any_chain(live_at(pass_, wanted)),
                 step,

@@ -5,9 +5,9 @@
 Random numbers that are cheap, to make and to compile.
 
 JAX writes Threefry for CPUs as a loop of many small programs: a key and the numbers of
-that key take 0.2 s to compile, as much as a move, and 1.2 us for 64 numbers. Written
-out, of as many numbers as there are on one axis, they are the same numbers in less than
-half of that time, and in a tenth of the other.
+that key take 0.2 s to compile, and 1.2 us for 64 numbers. Written out, for all numbers
+at once on one axis, the same numbers take less than half of the one and a tenth of the
+other.
 """
 
 import jax
@@ -53,10 +53,10 @@ def _threefry(rng_key: Array, low: Array) -> tuple[Array, Array]:
 
 
 def fold_in(rng_key: Array, data: Array | int) -> Array:
-    """The key that :func:`jax.random.fold_in` makes."""
+    """The key that :func:`jax.random.fold_in` makes, of one key and one number."""
     if not _is_threefry(rng_key):
         return random.fold_in(rng_key, data)
-    key = jnp.stack(_threefry(rng_key, jnp.asarray(data).astype(jnp.uint32)))
+    key = jnp.stack(_threefry(rng_key, jnp.uint32(data)))
     if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
         return key
     return random.wrap_key_data(key, impl="threefry2x32")
@@ -85,18 +85,18 @@ def uniform(bits: Array) -> Array:
 
 
 def open_uniform(rng_key: Array, shape: tuple[int, ...]) -> Array:
-    """The numbers of :func:`jax.random.uniform`, but the smallest float for zero."""
+    """The numbers of :func:`jax.random.uniform`, but tiny for zero."""
     dtype = jnp.result_type(float)
     tiny = jnp.finfo(dtype).tiny
     if dtype.itemsize > 4:
         return random.uniform(rng_key, shape, dtype, minval=tiny)
-    # All that a float32 below one has room for.
+    # NB: 23 bits, as JAX.
     high = (bits(rng_key, shape) >> 9).astype(dtype)
     return jnp.maximum(high * dtype.type(2.0**-23), tiny)
 
 
 def normal(rng_key: Array, shape: tuple[int, ...]) -> Array:
-    """Standard normal variates; in float32 to 5.4, as of :func:`jax.random.normal`."""
+    """Standard normal variates; in float32 of 23 bits, as :func:`jax.random.normal`."""
     dtype = jnp.result_type(float)
     if dtype.itemsize > 4:
         return random.normal(rng_key, shape, dtype)

@@ -8,6 +8,7 @@ Statistical tests use fixed keys. A comment at each states its false-alarm rate:
 often it would fail for a correct sampler if the key were drawn afresh.
 """
 
+from functools import partial
 import math
 import pickle
 import time
@@ -922,3 +923,21 @@ def test_a_table_without_rows_has_one_partition():
     draw = prior.sample(random.key(0), (3,))
     assert draw.shape == (3, 0)
     assert float(prior.log_prob(draw[0])) == 0.0
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_impossible_parameters_have_no_probability(x64):
+    counts, labels = np.array([3, 2, 0, 5]), np.array([0, 0, 1, 1, 2, -1])
+    with jax.enable_x64(x64):
+
+        def both(prior):
+            size = {"size": len(labels), "validate_args": False}
+            fn = prior(**size)
+            return np.array([fn.log_eppf(counts), fn.log_prob(labels)])
+
+        crp, pyp = ChineseRestaurantProcess, PitmanYorProcess
+        # At the edge of what is possible all rows are together.
+        assert (both(partial(crp, 0.0)) == -np.inf).all()
+        assert (both(partial(pyp, -0.5, 0.5)) == -np.inf).all()
+        for concentration, discount in [(-0.6, 0.5), (-1.2, 0.5), (-0.2, 0.0)]:
+            assert np.isnan(both(partial(pyp, concentration, discount))).all()
