@@ -31,16 +31,17 @@ def _is_threefry(rng_key: Array) -> bool:
     )
 
 
-def _threefry(rng_key: Array, low: Array) -> tuple[Array, Array]:
+@jax.jit
+def _threefry(key: Array, low: Array) -> tuple[Array, Array]:
     """
-    Threefry-2x32 of 20 rounds of the counters ``(0, low)``.
+    Threefry-2x32 of 20 rounds of the counters ``(0, low)``, under the words `key`.
 
     **References:**
 
     1. *Parallel Random Numbers: As Easy as 1, 2, 3*, J. K. Salmon, M. A. Moraes, R. O.
        Dror, D. E. Shaw (2011), section 3.3
     """
-    one, two = random.key_data(rng_key)
+    one, two = key
     keys = (one, two, one ^ two ^ jnp.uint32(_PARITY))
     x, y = jnp.zeros_like(low) + one, low + two
     for i in range(5):
@@ -56,7 +57,7 @@ def fold_in(rng_key: Array, data: Array | int) -> Array:
     """The key that :func:`jax.random.fold_in` makes, of one key and one number."""
     if not _is_threefry(rng_key):
         return random.fold_in(rng_key, data)
-    key = jnp.stack(_threefry(rng_key, jnp.uint32(data)))
+    key = jnp.stack(_threefry(random.key_data(rng_key), jnp.uint32(data)))
     if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
         return key
     return random.wrap_key_data(key, impl="threefry2x32")
@@ -68,7 +69,7 @@ def bits(rng_key: Array, shape: tuple[int, ...]) -> Array:
     if not _is_threefry(rng_key) or size >= 2**32:
         return random.bits(rng_key, shape, jnp.uint32)
     # NB: on one axis, since XLA writes out loops over a short one.
-    x, y = _threefry(rng_key, lax.iota(jnp.uint32, size))
+    x, y = _threefry(random.key_data(rng_key), lax.iota(jnp.uint32, size))
     return (x ^ y).reshape(shape)
 
 
