@@ -908,12 +908,14 @@ def _log_ratio(
     caller knows without cancellation. Minus infinity for a numerator of zero, and NaN
     for a negative one: of parameters that are not possible.
     """
-    ratio = numerator / denominator
-    positive = ratio > 0
+    # NB: two negative ones would have a ratio as good as any.
+    positive = (numerator > 0) & (denominator > 0)
     log = log1p_of(
-        jnp.where(positive, ratio, 1), jnp.where(positive, -gap / denominator, 0)
+        jnp.where(positive, numerator / denominator, 1),
+        jnp.where(positive, -gap / denominator, 0),
     )
-    return jnp.where(positive, log, jnp.where(ratio == 0, -jnp.inf, jnp.nan))
+    impossible = (numerator == 0) & (denominator > 0)
+    return jnp.where(positive, log, jnp.where(impossible, -jnp.inf, jnp.nan))
 
 
 @partial(jax.jit, static_argnames=("axis", "relative"))

@@ -939,5 +939,8 @@ def test_impossible_parameters_have_no_probability(x64):
         # At the edge of what is possible all rows are together.
         assert (both(partial(crp, 0.0)) == -np.inf).all()
         assert (both(partial(pyp, -0.5, 0.5)) == -np.inf).all()
-        for concentration, discount in [(-0.6, 0.5), (-1.2, 0.5), (-0.2, 0.0)]:
+        # Below -2 all factors are negative.
+        for concentration, discount in [
+            (-0.6, 0.5), (-1.2, 0.5), (-0.2, 0.0), (-2.5, 0.5), (-7.0, 0.1),
+        ]:  # fmt: skip
             assert np.isnan(both(partial(pyp, concentration, discount))).all()
