@@ -1000,13 +1000,12 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         labels, hyper = list(labels), dict(hyper)
         orders = []
         for i, (p, size) in enumerate(zip(plan.partitions, layout.sizes, strict=True)):
-            order = jnp.arange(size, dtype=jnp.int32)
+            order = every = jnp.arange(size, dtype=jnp.int32)
             if p.features is not None:
                 order = first_appearance(labels[i], size)
                 if rng_key is not None:
                     key = random.fold_in(rng_key, i)
-                    order = random.permutation(key, jnp.arange(size, dtype=jnp.int32))
-                every = jnp.arange(size, dtype=jnp.int32)
+                    order = random.permutation(key, every)
                 place = jnp.zeros(size, jnp.int32).at[order].set(every)
                 labels[i] = place[labels[i]]
             orders.append(order + layout.offsets[i])

@@ -83,6 +83,17 @@ def test_a_key_that_is_used_twice_is_found():
     ids=["normal", "gumbel", "uniform"],
 )
 def test_law(draw, law):
-    x = np.asarray(draw(random.key(11), (50, 1000)), float).ravel()
+    x = np.asarray(draw(random.key(11), (500, 1000)), float).ravel()
     assert np.isfinite(x).all()
     assert stats.kstest(x, law.cdf).pvalue > ALPHA
+
+
+def test_gumbel_noise_is_that_of_its_bits():
+    # Also of small ones, which open clusters in a large table.
+    key = random.key(5)
+    u = (np.asarray(random.bits(key, (10**6,), jnp.uint32), float) + 0.5) / 2**32
+    found = np.asarray(variates.gumbel(key, (10**6,)), float)
+    expected = -np.log(-np.log1p(-u))
+    # The other end has few digits in float32, and makes no choices.
+    inner = u < 0.99
+    assert_allclose(found[inner], expected[inner], atol=5e-6)
