@@ -590,8 +590,9 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
     # loop, as each would take long to compile.
     reverse, last = _NUM_LAUNCH, _NUM_LAUNCH + 1
 
-    def propose(_, state, key_choice, key_rounds, made):
-        bits = variates.bits(key_choice, (4,))
+    def propose(_, state, rng_key, made):
+        bits = variates.bits(fold_in(rng_key, 1), (4,))
+        key_rounds = fold_in(rng_key, 2)
         labels = state.labels[site]
         sizes = layout.num_elements_in(site, state.labels)
         first = below(bits[0], num)
@@ -684,10 +685,11 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         )
 
     def maybe(i, state):
-        key_made, *keys = random.split(fold_in(rng_key, i), 3)
-        u = uniform(variates.bits(key_made, ()))
+        # NB: not split, since JAX takes it for used again in a loop of one iteration.
+        key = fold_in(rng_key, i)
+        u = uniform(variates.bits(fold_in(key, 0), ()))
         made = u * scene.subsample.size < _ALWAYS
-        once = partial(propose, key_choice=keys[0], key_rounds=keys[1], made=made)
+        once = partial(propose, rng_key=key, made=made)
         # Not a branch of `lax.cond`, which would copy the assignments.
         return lax.fori_loop(0, over_chains(made.astype(jnp.int32)), once, state)
 

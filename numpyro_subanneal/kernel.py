@@ -939,9 +939,11 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         if not movable and options is None:
             return None
 
-        def once(_, carry, rng_key, components, subsample):
+        def once(i, carry, rng_key, components, subsample):
             values, clusters, (split_merge, feature_moves) = carry
-            key_vacant, key_features, key_split = random.split(rng_key, 3)
+            # NB: JAX takes a key for used again in a loop of at most one iteration.
+            own = random.fold_in(rng_key, i)
+            key_vacant, key_features, key_split = random.split(own, 3)
             hyper = self._redraw(key_vacant, args, kwargs, values[0], clusters)
             values = (hyper, *values[1:])
             found = read(values, components)

@@ -259,9 +259,10 @@ def run_step(
             )
         if turn is not None:
             held = components, _without_rows(clusters)
+            bits = random.key_data(key_turn)
             values, stats = lax.cond(
                 due,
-                lambda: make_turn(key_turn, values, *held),
+                lambda: make_turn(_like(key_turn, bits), values, *held),
                 lambda: (values, clusters.stats),
             )
             clusters = clusters._replace(stats=stats)
@@ -283,6 +284,16 @@ def run_step(
 
 def _without_rows(clusters: Clusters) -> Clusters:
     return clusters._replace(z=jnp.zeros(0, jnp.int32))
+
+
+def _like(rng_key: Array, bits: Array) -> Array:
+    """
+    The key of these bits. Chains at once make all branches, of operands of which JAX
+    selects one or another; a key would count as used there.
+    """
+    if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
+        return bits
+    return random.wrap_key_data(bits, impl=random.key_impl(rng_key))
 
 
 def _make_turn(law, turn, rng_key, values, components, clusters):

@@ -183,7 +183,21 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
 
     def read():
         sites, deterministic, subsampled = {}, [], []
-        for name, site in run_trace(model, args, kwargs, feasible).items():
+        named = set()
+
+        def pick(site):
+            if site["type"] == "sample":
+                named.add(site["name"])
+            return feasible(site)
+
+        for name, site in run_trace(model, args, kwargs, pick).items():
+            # NumPyro forgets a sample site when a later site of another type has its
+            # name.
+            if site["type"] != "sample" and name in named:
+                raise NotRecognised(
+                    f"Sample site '{name}' and a {site['type']} site have the same "
+                    "name. Rename one of them."
+                )
             if site["type"] == "plate":
                 size, subsample_size = site["args"]
                 if isinstance(size, float):

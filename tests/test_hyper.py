@@ -1074,12 +1074,15 @@ def test_turnovers_go_on_over_steps():
     assert moved == [True, True, False, True, True, False], moved
 
 
-def test_no_key_is_used_twice():
+@pytest.mark.parametrize("num_chains", [1, 2])
+def test_no_key_is_used_twice(num_chains):
     with jax.debug_key_reuse(True):
         mcmc = MCMC(
             SubsampleAnnealedGibbs(hierarchy),
             num_warmup=2,
             num_samples=2,
+            num_chains=num_chains,
+            chain_method="vectorized",
             progress_bar=False,
         )
         mcmc.run(random.key(0), X)

@@ -52,6 +52,18 @@ def agreement(a, b):
     return np.mean((a[:, None] == a) == (b[:, None] == b))
 
 
+@pytest.mark.parametrize("num_chains", [None, 2])
+@pytest.mark.parametrize("model", [crosscat.real, dpmm.real])
+def test_no_key_is_used_twice(model, num_chains):
+    """JAX looks for it in the program, which need not be compiled for that."""
+    x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
+    key = random.key(0) if num_chains is None else random.split(random.key(0), 2)
+    kernel = SubsampleAnnealedGibbs(model)
+    with jax.debug_key_reuse(True):
+        state = kernel.init(key, 5, None, (x,), {})
+        jax.eval_shape(jax.jit(lambda state: kernel.sample(state, (x,), {})), state)
+
+
 def test_planted_views_of_columns_of_all_kinds_are_recovered():
     arrays, view, z = planted()
     # Constants, so that the program is short.

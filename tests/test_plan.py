@@ -954,6 +954,122 @@ def test_negative_concentrations_above_minus_the_discount_are_accepted():
     assert planning.recognise(model, (X1,), {}).partition.name == "z"
 
 
+# --- Refused priors of hyperparameters ---
+
+
+def with_prior_of(use):
+    """Normal columns with a known scale; `use` is given a hyperparameter's prior and
+    says what parts of the model are made of its value."""
+
+    def make(prior):
+        def model(x):
+            parts = use(numpyro.sample("h", prior))
+            z = numpyro.sample("z", parts.get("z", lambda n: crp_of(1.0, n))(len(x)))
+            scale0 = parts.get("scale0", 1.0)
+            loc = numpyro.sample("loc", dist.Normal(0.0, scale0).expand((K, D)))
+            numpyro.sample("x", dist.Normal(loc[z], parts.get("scale", 0.5)), obs=x)
+
+        return model
+
+    return make
+
+
+def crp_of(concentration, n):
+    return ChineseRestaurantProcess(concentration, size=n)
+
+
+def of_another(h):
+    other = numpyro.sample("other", dist.Gamma(h, 1.0))
+    return {"z": lambda n: crp_of(other, n)}
+
+
+HYPERPRIORS = {
+    "concentration": (
+        lambda h: {"z": lambda n: crp_of(h, n)},
+        (dist.Normal(5.0, 1.0), dist.Uniform(-3.0, 3.0)),
+        ["'h'", "'z'", "`concentration`", "TruncatedNormal"],
+        dist.Gamma(1.0, 1.0),
+    ),
+    "discount": (
+        lambda h: {"z": lambda n: PitmanYorProcess(1.0, h, size=n)},
+        (dist.Uniform(0.0, 2.0), dist.HalfNormal(1.0)),
+        ["'h'", "'z'", "`discount`", "[0, 1)", "Beta"],
+        dist.Uniform(0.0, 1.0),
+    ),
+    "scale of a prior": (
+        lambda h: {"scale0": h},
+        (dist.Normal(1.0, 1.0),),
+        ["'h'", "'loc'", "'x'", "positive"],
+        dist.TruncatedNormal(1.0, 1.0, low=0.0),
+    ),
+    "scale of a likelihood": (
+        lambda h: {"scale": h},
+        (dist.Normal(1.0, 1.0),),
+        ["'h'", "'x'", "`scale`", "positive"],
+        None,  # no prior of it can be had: see `test_refused`
+    ),
+    "parameter of another": (
+        of_another,
+        (dist.Normal(1.0, 1.0),),
+        ["'h'", "'other'", "range"],
+        dist.LogNormal(0.0, 1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("use, priors, words, _", HYPERPRIORS.values(), ids=HYPERPRIORS)
+def test_priors_that_reach_where_the_model_is_not_defined_are_refused(
+    use, priors, words, _
+):
+    for prior in priors:
+        message = refused(with_prior_of(use)(prior), X2)
+        missing = [word for word in words if word not in message]
+        assert not missing, message
+
+
+@pytest.mark.parametrize(
+    "use, prior",
+    [(use, prior) for use, _, _, prior in HYPERPRIORS.values() if prior is not None],
+    ids=[name for name, case in HYPERPRIORS.items() if case[-1] is not None],
+)
+def test_priors_that_reach_no_such_value_are_accepted(use, prior):
+    plan = planning.recognise(with_prior_of(use)(prior), (X2,), {})
+    assert "h" in {site.name for site in plan.hyper}
+
+
+def test_impossible_points_of_a_grid_are_accepted_beside_possible_ones():
+    """A chain draws them with probability zero. Where all are impossible, or it is the
+    continuous prior besides that reaches too far, the model is refused."""
+    use = HYPERPRIORS["concentration"][0]
+    grid = Grid(np.array([-1.0, -0.5, 0.5, 2.0]))
+    assert planning.recognise(with_prior_of(use)(grid), (X2,), {}).hyper[0].finite
+    words = ["'z'", "`concentration`"]
+    message = refused(with_prior_of(use)(Grid(np.array([-1.0, -0.5]))), X2)
+    assert all(word in message for word in words), message
+
+    def besides(prior):
+        def scale_too(h):
+            return {**use(h), "scale0": numpyro.sample("s", prior)}
+
+        return with_prior_of(scale_too)(grid)
+
+    assert len(planning.recognise(besides(dist.HalfNormal(1.0)), (X2,), {}).hyper) == 2
+    message = refused(besides(dist.Normal(1.0, 1.0)), X2)
+    assert "'s'" in message and "'loc'" in message and "'h'" not in message
+
+
+def test_a_plate_with_the_name_of_a_sample_site_is_refused():
+    def model(x):
+        scale = numpyro.sample("columns", dist.HalfNormal(1.0))
+        z = crp(x)
+        with numpyro.plate("columns", D):
+            loc = numpyro.sample("loc", dist.Normal(0.0, scale).expand((K, D)))
+        numpyro.sample("x", dist.Normal(loc[z], 0.5), obs=x)
+
+    message = refused(model, X2)
+    assert "'columns'" in message and "plate" in message and "Rename" in message
+
+
 # --- When, and by whom ---
 
 
