@@ -49,6 +49,7 @@ from numpyro_subanneal.reading import (
 )
 from numpyro_subanneal.rows import Clusters, Component
 from numpyro_subanneal.skeleton import Args, Kwargs, Model, peel
+from numpyro_subanneal.subsample import over_chains
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.variates import fold_in, gumbel
 from numpyro_subanneal.weights import LabelledPrior
@@ -63,6 +64,7 @@ class Target(NamedTuple):
     - **plan**, **model**, **args**, **kwargs** - the model that the user wrote.
     - **components** - those under whose hyperparameters the statistics were made.
     - **clusters** - sizes and statistics of the clusters.
+    - **derived** - whether derivatives are taken, for which a loop's end must be known.
     """
 
     plan: Plan
@@ -71,6 +73,7 @@ class Target(NamedTuple):
     kwargs: Kwargs
     components: Sequence[Component]
     clusters: Clusters
+    derived: bool = False
 
     def trace(self, values: Values) -> dict:
         return trace_at(self.plan, self.model, self.args, self.kwargs, values)
@@ -132,12 +135,42 @@ class Target(NamedTuple):
             start = sum(site.num_features for site in whole.sites[: chosen[0]])
             view = self.plan.layout.index(self.clusters.labels)[b]
             occupied = occupied[view[start : start + block.num_features]]
-        each = block.evidence(like, hyper, stats, occupied)
+        each = self._evidence(block, like, hyper, stats, occupied)
         ends = np.cumsum([site.num_features for site in block.sites])[:-1]
         return {
             site.name: part.reshape(site.feature_shape)
             for site, part in zip(block.sites, jnp.split(each, ends), strict=True)
         }
+
+    def _evidence(self, block, like, hyper, stats, occupied):
+        """`block.evidence`, without the unused end of the capacity."""
+        capacity = occupied.shape[-1]
+        if self.derived or capacity <= _TOGETHER:
+            return block.evidence(like, hyper, stats, occupied)
+        some = occupied if occupied.ndim == 1 else occupied.any(0)
+        slots = jnp.arange(capacity, dtype=jnp.int32)
+        last = jnp.max(jnp.where(some, slots, -1))
+
+        def of_part(i, total):
+            start = jnp.minimum(i * _TOGETHER, capacity - _TOGETHER)
+
+            def part(x):
+                return lax.dynamic_slice_in_dim(x, start, _TOGETHER, -1)
+
+            # The last part may begin before the one before it ends.
+            own = part(occupied) & (part(slots) >= i * _TOGETHER)
+            return total + block.evidence(like, hyper, jax.tree.map(part, stats), own)
+
+        part = jax.tree.map(lambda s: s[..., :_TOGETHER], stats)
+        shape = jax.eval_shape(
+            block.evidence, like, hyper, part, occupied[..., :_TOGETHER]
+        )
+        num = over_chains(last // _TOGETHER + 1)
+        return lax.fori_loop(0, num, of_part, jnp.zeros(shape.shape, shape.dtype))
+
+
+# Clusters whose evidence is computed at once.
+_TOGETHER = 8
 
 
 def _log_prob(site: Mapping[str, Any]) -> Array:
@@ -272,7 +305,7 @@ def collapsed_model(plan: Plan, model: Model) -> Callable[..., None]:
     others = [name for name in dict.fromkeys(factors) if name not in names]
 
     def collapsed(args, kwargs, components, clusters, values):
-        target = Target(plan, model, args, kwargs, components, clusters)
+        target = Target(plan, model, args, kwargs, components, clusters, derived=True)
         trace = trace_at(plan, model, args, kwargs, values, visible=names)
         terms = target.factors(others, trace)
         numpyro.factor("_collapsed", sum(jnp.sum(term) for term in terms))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax import lax, random
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import AbstractBlock, ByView, Observed
@@ -335,19 +336,21 @@ def _run_moves(
     labelled = isinstance(prior, LabelledPrior)
     ladder = (capacity,) if labelled else widths(capacity)
     chunk = moves.enters.shape[0]
-    # Of each rung: how many views there are, how many clusters, and blocks of noise.
-    rungs = [(None, width, -(-width // _NOISE)) for width in ladder]
+    # Of each rung: how many views there are, and how many clusters.
+    rungs = [(None, width) for width in ladder]
     seats = None
     if layout is not None:
-        rungs = [
-            (views, width, sum(layout.narrowed(views)) * blocks)
-            for views in layout.widths
-            for _, width, blocks in rungs
-        ]
+        rungs = [(views, width) for views in layout.widths for width in ladder]
         views_needed = over_chains(layout.most_occupied(clusters.labels))
         view_rung = jnp.searchsorted(jnp.asarray(layout.widths), views_needed)
         seats = {v: layout.seats(clusters.labels, v) for v in layout.widths}
-    num_blocks = max(blocks for _, _, blocks in rungs)
+    # Noise is made by the view and the clusters that it is for, so that a chain's does
+    # not depend on the rung, which vectorized chains share, nor on when that changed.
+    made_for = [_blocks_of_noise(layout, *rung) for rung in rungs]
+    num_blocks = max(map(len, made_for))
+    numbers = np.zeros((len(rungs), num_blocks), np.int32)
+    for own, blocks in zip(numbers, made_for, strict=True):
+        own[: len(blocks)] = blocks
     piece = min(_NOISE_MOVES, chunk)
     num_pieces = -(-chunk // piece)
     pieces = over_chains(-(-moves.count // piece))
@@ -359,7 +362,7 @@ def _run_moves(
     def run_segment(carry):
         # Each segment ends with the chunk, or when its width has no room left; then the
         # next goes on at a larger width.
-        position, clusters, refused, noise, segment = carry
+        position, clusters, refused, noise = carry
         if layout is None:
             needed = over_chains(_room(clusters.counts))
             rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
@@ -371,15 +374,15 @@ def _run_moves(
             rung = view_rung * len(ladder) + rung
 
         def fill(i, noise):
-            key = fold_in(rng_key, segment * num_blocks * num_pieces + i)
-            part = gumbel(key, (1, piece, _NOISE))
-            block, first = i // pieces, i % pieces * piece
-            zero = jnp.zeros_like(first)
-            return lax.dynamic_update_slice(noise, part, (block, first, zero))
+            block, place = i // pieces, i % pieces
+            number = jnp.asarray(numbers)[rung, block] * num_pieces + place
+            part = gumbel(fold_in(rng_key, number), (1, piece, _NOISE))
+            start = (block, place * piece, jnp.zeros_like(place))
+            return lax.dynamic_update_slice(noise, part, start)
 
-        used = jnp.asarray([blocks for *_, blocks in rungs])[rung]
+        used = jnp.asarray([len(blocks) for blocks in made_for])[rung]
         noise = lax.fori_loop(0, used * pieces, fill, noise)
-        for i, (views, width, _) in enumerate(rungs):
+        for i, (views, width) in enumerate(rungs):
             position, clusters, refused = _run_at_width(
                 prior
                 if views is None
@@ -392,14 +395,27 @@ def _run_moves(
                 None if views is None else seats[views],
                 selected=rung == i,
             )
-        return position, clusters, refused, noise, segment + 1
+        return position, clusters, refused, noise
 
     zero = jnp.zeros((), jnp.int32)
     noise = jnp.zeros((num_blocks, num_pieces * piece, _NOISE))
-    _, clusters, refused, _, _ = lax.while_loop(
-        unfinished, run_segment, (zero, clusters, zero, noise, zero)
+    _, clusters, refused, _ = lax.while_loop(
+        unfinished, run_segment, (zero, clusters, zero, noise)
     )
     return clusters, refused
+
+
+def _blocks_of_noise(layout: Layout | None, views: int | None, width: int) -> list[int]:
+    """Numbers of the blocks of noise for so many views and clusters."""
+    blocks = range(-(-width // _NOISE))
+    if layout is None:
+        return list(blocks)
+    places = [
+        offset + i
+        for offset, size in zip(layout.offsets, layout.narrowed(views), strict=True)
+        for i in range(size)
+    ]
+    return [block * layout.num_views + place for place in places for block in blocks]
 
 
 def _room(counts: Array) -> Array:

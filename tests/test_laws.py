@@ -21,6 +21,9 @@ from numpyro_subanneal.conjugate.normal import NormalInverseGamma
 from numpyro_subanneal.conjugate.registry import PAIRS
 from numpyro_subanneal.testing import CONJUGATE_LAWS, ConjugateExample, check_conjugate
 
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled(level=1)
+
 
 def example(values, *, by_row=None, **hyper):
     return ConjugateExample(hyper, np.array(values), by_row or {})

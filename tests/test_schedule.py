@@ -32,6 +32,8 @@ from numpyro_subanneal import (
 )
 from numpyro_subanneal.schedule import Steps
 
+pytestmark = pytest.mark.quickly_compiled
+
 SIZES = [(1, 1), (1, 5), (5, 1), (6, 4), (7, 7), (10, 3), (3, 10), (1000, 33)]
 SIZES += [(10**9, 7), (2**31 - 1, 1000)]
 by_size = pytest.mark.parametrize("num_rows, num_warmup", SIZES)

@@ -752,7 +752,9 @@ class DenseBlock(AbstractBlock):
         # The difference is taken by cluster: sums over many rows have few digits left.
         change = self._map(self.pair.log_marginal, hyper, rebased)
         change = change - self._map(self.pair.log_marginal, like, stats)
-        return jnp.where(occupied, change.T, 0).sum(1)
+        # NB: sums over a short last axis are slow.
+        live = occupied[:, None] if occupied.ndim == 1 else occupied.T
+        return jnp.where(live, change, 0).sum(0)
 
     def draw(self, rng_key, hyper, stats):
         posterior = self._map(self.pair.posterior, hyper, stats)

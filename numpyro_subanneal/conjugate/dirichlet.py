@@ -610,13 +610,15 @@ class CountBlock(AbstractBlock):
 
     def evidence(self, like, hyper, stats, occupied):
         del like
-        # Summed over clusters first: that leaves one number a category.
+        # Summed over clusters first: that leaves one number a category. These come on
+        # the first axis, since sums over a short last one are slow.
+        counts = lax.optimization_barrier(stats.category.T)
+        each = log_rising_of_scale(hyper.category, counts)
         total = jnp.broadcast_to(stats.total, (len(hyper.total), stats.total.shape[-1]))
-        each = log_rising_of_scale(hyper.category[:, None], stats.category)
-        whole = log_rising_of_scale(hyper.total[:, None], total)
-        live = jnp.broadcast_to(occupied, whole.shape).astype(each.dtype)
-        each = (each * live[self.feature]).sum(1)
-        return self._by_feature(each) - (whole * live).sum(1)
+        whole = log_rising_of_scale(hyper.total, total.T)
+        live = jnp.broadcast_to(occupied, whole.T.shape).T
+        each = jnp.where(live[:, self.feature], each, 0).sum(0)
+        return self._by_feature(each) - jnp.where(live, whole, 0).sum(0)
 
     def draw(self, rng_key, hyper, stats):
         # Gelman et al. (2013), appendix A: normalised gamma variates.

@@ -89,13 +89,15 @@ def stirling_remainder(z: Array) -> Array:
     z = jnp.asarray(z, jnp.result_type(float, z))
     # One step of the recurrence takes small arguments past one.
     small = z < 1
-    shifted = jnp.where(small, z + 1, z)
-    if z.dtype.itemsize <= 4:
-        value = _horner(_BINET, 1 / shifted) / shifted
-    else:
-        value = _remainder_in_double(shifted)
+    value = _remainder_above_one(jnp.where(small, z + 1, z))
     low = jnp.where(small, z, 1)
     return value + jnp.where(small, (low + 0.5) * jnp.log(1 + 1 / low) - 1, 0)
+
+
+def _remainder_above_one(z: Array) -> Array:
+    if z.dtype.itemsize > 4:
+        return _remainder_in_double(z)
+    return _horner(_BINET, 1 / z) / z
 
 
 def _remainder_in_double(z: Array) -> Array:
@@ -130,8 +132,8 @@ def log_rising(a: Array, x: Array, scale: Array | float = 1.0) -> Array:
 
 def log_rising_of_scale(a: Array, x: Array) -> Array:
     r"""
-    :math:`\log\Gamma(a + x) - \log\Gamma(a) - x\log x + x` for ``a > 0``, ``x >= 0``,
-    elementwise, and 0 where ``x = 0``.
+    :math:`\log\Gamma(a + x) - \log\Gamma(a) - x\log x + x` for ``a > 0`` and integers
+    ``x >= 0``, elementwise, and 0 where ``x = 0``.
 
     :func:`log_rising` without what does not depend on `a`: a few units, however large
     `x` is, so that differences between values of `a` keep their digits.
@@ -140,8 +142,10 @@ def log_rising_of_scale(a: Array, x: Array) -> Array:
     some = x > 0
     x = jnp.where(some, x, 1).astype(a.dtype)
     ratio = x / a
-    change = stirling_remainder(a + x) - stirling_remainder(a)
-    value = x * jnp.log1p(1 / ratio) + (a - 0.5) * jnp.log1p(ratio) + change
+    change = _remainder_above_one(a + x) - stirling_remainder(a)
+    value = (
+        x * log1p_nonnegative(1 / ratio) + (a - 0.5) * log1p_nonnegative(ratio) + change
+    )
     return jnp.where(some, value, 0)
 
 
