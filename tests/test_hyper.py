@@ -789,6 +789,59 @@ def test_only_occupied_clusters_inform_hyperparameters():
     np.testing.assert_array_equal(*drawn)
 
 
+@pytest.mark.parametrize(
+    "labels", [[0, 2, 13, 13, 8, 19], [0, 1, 2, 2, 7, 7], [16] * 6]
+)
+@pytest.mark.parametrize("views", [False, True], ids=["mixture", "views"])
+def test_the_unused_capacity_is_left_out(labels, views):
+    # In parts of eight of twenty clusters, the last of which overlap; or all at once,
+    # as where derivatives are taken.
+    capacity, codes = 20, np.array([[0, 2], [1, 1], [2, 0], [1, 0], [0, 0], [2, 2]])
+
+    def model(x, codes):
+        strength = numpyro.sample("strength", dist.Gamma(2.0, 1.0).expand([2]))
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0).expand([3]))
+        var = numpyro.sample("var", dist.InverseGamma(2.0, rate).expand([capacity, 3]))
+        loc = numpyro.sample("loc", dist.Normal(0.0, jnp.sqrt(var)))
+        prior = dist.Dirichlet(strength[:, None] * jnp.ones(3)).expand([capacity, 2])
+        probs = numpyro.sample("probs", prior)
+        if views:
+            view = numpyro.sample("view", PitmanYorProcess(1.0, 0.1, size=5))
+            with numpyro.plate("views", 5):
+                crp = ChineseRestaurantProcess(1.0, size=len(x))
+                z = numpyro.sample("z", crp)
+            z, z_codes = z[view[:3]].T, z[view[3:]].T
+            columns, of_codes = jnp.arange(3), jnp.arange(2)
+            loc, var = loc[z, columns], var[z, columns]
+            probs = probs[z_codes, of_codes]
+        else:
+            z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=len(x)))
+            loc, var, probs = loc[z], var[z], probs[z]
+        numpyro.sample("x", dist.Normal(loc, jnp.sqrt(var)), obs=x)
+        numpyro.sample("codes", dist.Categorical(probs), obs=codes)
+
+    plan = recognise(model, (X, codes), {})
+    values = {"rate": jnp.ones(3), "strength": jnp.ones(2)}
+    found = reading_.read(plan, model, (X, codes), {}, values)
+    z, layout, views_of = jnp.array(labels, jnp.int32), None, ()
+    if views:
+        # The second view has fewer clusters.
+        z = jnp.stack([z, jnp.minimum(z, 3), *[z] * 3], 1)
+        layout, views_of = plan.layout, (jnp.array([1, 0, 0, 1, 0], jnp.int32),)
+    clusters = rows.collect(found.components, z, capacity, layout, views_of)
+    target = hyper_moves.Target(plan, model, (X, codes), {}, found.components, clusters)
+    new = {"rate": jnp.array([0.3, 1.0, 4.0]), "strength": jnp.array([0.5, 3.0])}
+    # Of several candidates at once, as they are tried.
+    many = {name: jnp.stack([value, 2 * value]) for name, value in new.items()}
+    got, expected = (
+        jax.vmap(lambda v, t=t: t.factors(["x", "codes"], t.trace(v)))(many)
+        for t in (target, target._replace(derived=True))
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert np.ptp(b) > 0.1
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def indexed():
     """Indices of every kind."""
     which = numpyro.sample("which", dist.Categorical(jnp.array([0.2, 0.5, 0.3])))

@@ -28,6 +28,9 @@ from numpyro_subanneal.subsample import (
     over_chains,
 )
 
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled
+
 
 @partial(jax.jit, static_argnames=("chunk", "num_chunks", "chooser"))
 def draw_step(keys, order, size, added, churned, *, chunk, num_chunks, chooser=None):
