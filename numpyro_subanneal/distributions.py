@@ -1008,7 +1008,7 @@ def _log_eppf(
         log_old = (m * _log_ratio(a + m, b + rest, gap) + log_rising_old).sum(-1)
     log_eppf = log_new + log_old - log_rising(b, rest, *remainders[2:])[..., 0]
     if num_components is None:
-        return log_eppf
+        return _in_range(log_eppf, concentration[..., 0], discount[..., 0])
     return jnp.where((num_clusters > num_components)[..., 0], -jnp.inf, log_eppf)
 
 
@@ -1022,9 +1022,18 @@ def _log_prob_labels(
     """
     Log probability of the partition that labels of shape ``(..., N)`` stand for.
     """
-    return _log_prob_sorted(
+    log_prob = _log_prob_sorted(
         _sort_labels(labels), concentration, discount, num_components
     )
+    if num_components is None:
+        log_prob = _in_range(log_prob, *_float_parameters(concentration, discount))
+    return log_prob
+
+
+def _in_range(log_prob, concentration, discount):
+    # One cluster has a finite density outside of it too.
+    out = (discount < 0) | (discount > 1) | (concentration < -discount)
+    return jnp.where(out, jnp.nan, log_prob)
 
 
 def _sort_labels(labels: jax.Array) -> jax.Array:

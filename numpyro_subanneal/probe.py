@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +21,7 @@ from numpyro_subanneal.conjugate.base import AbstractConjugatePair, Hyper, SiteS
 from numpyro_subanneal.reading import (
     Partition,
     by_role,
+    finite_prior,
     given_parameters,
     prior_hyperparameters,
     read_prior,
@@ -29,6 +30,7 @@ from numpyro_subanneal.reading import (
 from numpyro_subanneal.skeleton import (
     NotRecognised,
     at_unconstrained,
+    feasible,
     peel,
     run_trace,
 )
@@ -41,8 +43,8 @@ _NUM_PROBED = 2000
 _NUM_CERTIFIED = 5
 
 # Sets of hyperparameters at which it is looked at, if they are continuous. One of which
-# half of the values are impossible is missed once in 2^24 models, one of a tenth once
-# in ten.
+# half of the values that a chain may start at are impossible is missed once in 2^24
+# models, one of a tenth once in ten.
 _NUM_HYPER = 24
 
 # Sizes of clusters by whose probabilities two priors of partitions are compared.
@@ -278,28 +280,40 @@ class Prober:
     def _random_hyper(self, arrays):
         """
         Sets of values of the hyperparameters, ``[sets, ...]``: those that are
-        continuous where :func:`~.reading.first_values` has them, the others by their
-        prior.
+        continuous where :func:`~.reading.first_values` has them; of the others, points
+        of their supports in turn, the same in every element.
         """
         zeros = self._zeros()
         args, kwargs = self.rebuild(arrays)
+        places = {name: n for n, name in enumerate(self.hyper_sites)}
 
         def one(i):
             def draw(shape):
-                noise = self.rng.uniform(-2, 2, (_NUM_HYPER, *shape))
-                return jnp.asarray(noise, float)[i]
+                # No more numbers than tell, as they are constants of the program.
+                size = int(np.prod(shape, dtype=int))
+                noise = self.rng.uniform(-2, 2, (_NUM_HYPER, min(size, 1000)))
+                return jnp.resize(jnp.asarray(noise, float)[i], size).reshape(shape)
 
             def pick(site):
                 if site["name"] in zeros:
                     return jnp.asarray(zeros[site["name"]])
                 if site["name"] in self.imputed:
                     return None
-                return at_unconstrained(site, draw)
+                if site["name"] not in places:
+                    return feasible(site)
+                value = at_unconstrained(site, draw)
+                if value is None and site["type"] == "sample":
+                    found = None if site["is_observed"] else finite_prior(site)
+                    if found is not None:
+                        support, _ = found
+                        turn = i * (2 * places[site["name"]] + 1) % len(support)
+                        value = support[turn]
+                return value
 
             trace = run_trace(self.model, args, kwargs, pick, random.key(i))
             return {n: _in_double(trace[n]["value"]) for n in self.hyper_sites}
 
-        return jax.vmap(one)(jnp.arange(_NUM_HYPER))
+        return lax.map(one, jnp.arange(_NUM_HYPER))
 
     def _compute(self, labels, theta, rows, x, arrays):
         args, kwargs = self.rebuild(arrays)
@@ -351,18 +365,27 @@ class Prober:
             probs = probs[rows]
         # Of each view, as far as its prior is of more than one.
         laws = {name: trace[name]["fn"].log_prob(theta[name]) for name in self.per_view}
-        defined = {n: _is_defined(peel(trace[n]["fn"])) for n in self.continuous}
+        defined, inside = {}, []
+        for name in self.hyper_sites:
+            fn = trace[name]["fn"]
+            defined[name] = _is_defined(peel(fn))
+            if name in self.continuous:
+                # NB: bounds and matrices show in the density.
+                defined[name] &= ~jnp.isnan(fn.log_prob(theta[name])).any()
+                inside.append(fn.support(theta[name]).all())
+        inside = jnp.stack([*inside, jnp.array(True)]).all()
         for p in self.partitions:
             if p.features is not None:
                 priors[p.features] = peel(trace[p.features]["fn"])
                 law = priors[p.name].log_eppf(jnp.array(_COUNTS)[:, None])
                 laws[p.name] = jnp.broadcast_to(law, (len(_COUNTS), p.num_views)).T
-        return out, priors, probs, laws, defined
+        return out, priors, probs, laws, (defined, inside)
 
     def evaluate(self, labels: Labels, theta, x=None) -> dict[str, _Values]:
         labels = {name: np.asarray(z, np.int32) for name, z in labels.items()}
         found = self._evaluate(labels, theta, self.rows, x or self.x, self.arrays)
-        values, self.priors, self.probs, self.laws, self.defined = jax.device_get(found)
+        values, self.priors, self.probs, self.laws, about = jax.device_get(found)
+        self.defined, self.inside = about
         return values
 
     def _assignments(self) -> Labels:
@@ -444,7 +467,9 @@ class Prober:
             draw = compile_for(self._random_hyper, self.arrays, quickly=True)
             more = jax.device_get(draw(self.arrays))
             more = [{n: v[i] for n, v in more.items()} for i in range(_NUM_HYPER)]
-            errors += [self._impossible(labels, first | own) for own in more]
+            # Matrices that so wild values make need not be positive definite in
+            # floating point.
+            errors += [self._impossible(labels, first | own, False) for own in more]
             draws += more
         possible = [own for own, e in zip(draws, errors, strict=True) if e is None]
         if not possible:
@@ -457,25 +482,37 @@ class Prober:
     def _blame(self, labels: Labels, possible, impossible) -> None:
         """Are continuous hyperparameters the reason why a set of values is impossible,
         where another is not?"""
-        groups = [(name,) for name in self.continuous]
-        for group in (*groups, tuple(self.continuous)):
-            own = possible | {name: impossible[name] for name in group}
-            error = self._impossible(labels, self.theta[0] | own)
-            if error is None:
-                continue
-            names = " and ".join(f"'{name}'" for name in group)
-            at = ""
-            if len(group) == 1 and own[group[0]].size == 1:
-                at = f", such as {own[group[0]].item():.4g},"
-            raise NotRecognised(
-                f"The prior of hyperparameter {names} reaches values{at} at which the "
-                f"model is not defined. {error} Let the support of the prior be what "
-                "the parameter may be: for one that must be positive `dist.LogNormal`, "
-                "`dist.Gamma`, `dist.HalfNormal` or `dist.TruncatedNormal(..., low=0)`;"
-                " for a discount `dist.Uniform(0, 1)` or `dist.Beta`."
-            )
 
-    def _impossible(self, labels: Labels, theta) -> str | None:
+        def error_with(names):
+            own = possible | {name: impossible[name] for name in names}
+            error = self._impossible(labels, self.theta[0] | own, False)
+            # Values of different sets that cannot go together say nothing.
+            whole = set(names) == set(self.hyper_sites)
+            return error if self.inside or whole else None
+
+        group = tuple(self.continuous)
+        error = error_with(group)
+        if error is None:
+            return
+        # One of them alone, if it is the reason.
+        for name in group if len(group) > 1 else ():
+            own_error = error_with((name,))
+            if own_error is not None:
+                group, error = (name,), own_error
+                break
+        names = " and ".join(f"'{name}'" for name in group)
+        at = ""
+        if len(group) == 1 and impossible[group[0]].size == 1:
+            at = f", such as {impossible[group[0]].item():.4g},"
+        raise NotRecognised(
+            f"The prior allows values of {names}{at} at which the model is not "
+            f"defined. {error} Let the support of the prior be what the "
+            "parameter may be: for one that must be positive `dist.LogNormal`, "
+            "`dist.Gamma`, `dist.HalfNormal` or `dist.TruncatedNormal(..., low=0)`; "
+            "for a discount `dist.Uniform(0, 1)` or `dist.Beta`."
+        )
+
+    def _impossible(self, labels: Labels, theta, matrices=True) -> str | None:
         """Why the model is not defined at these values, if so."""
         found = self.evaluate(labels, theta)
         for name, prior in self.priors.items():
@@ -484,6 +521,8 @@ class Prober:
                 return f"The prior of partition site '{name}': {error}"
         for pair, shape in self.shapes:
             own = found[shape.name]
+            if not matrices and 2 in pair.event_dim.values():
+                continue
             for name, value in (*own.given.items(), *own.hyper.items()):
                 error = _invalid(pair, shape, name, value, name in own.given)
                 if error is not None:

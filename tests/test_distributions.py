@@ -944,3 +944,6 @@ def test_impossible_parameters_have_no_probability(x64):
             (-0.6, 0.5), (-1.2, 0.5), (-0.2, 0.0), (-2.5, 0.5), (-7.0, 0.1),
         ]:  # fmt: skip
             assert np.isnan(both(partial(pyp, concentration, discount))).all()
+            alone = pyp(concentration, discount, size=4, validate_args=False)
+            assert np.isnan(alone.log_eppf(np.array([4])))
+            assert np.isnan(alone.log_prob(np.zeros(4, int)))

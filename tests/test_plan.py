@@ -1008,6 +1008,18 @@ HYPERPRIORS = {
         ["'h'", "'x'", "`scale`", "positive"],
         None,  # no prior of it can be had: see `test_refused`
     ),
+    "bound of another": (
+        lambda h: {"scale0": 1 + numpyro.sample("other", dist.Uniform(0.0, h))},
+        (dist.Normal(1.0, 1.0),),
+        ["'h'", "'other'", "range"],
+        dist.LogNormal(0.0, 1.0),
+    ),
+    "probability of another": (
+        lambda h: {"scale0": 1 + numpyro.sample("other", dist.Bernoulli(probs=h))},
+        (dist.Normal(0.5, 1.0),),
+        ["'h'", "'other'", "range"],
+        dist.Beta(1.0, 1.0),
+    ),
     "parameter of another": (
         of_another,
         (dist.Normal(1.0, 1.0),),
@@ -1056,6 +1068,29 @@ def test_impossible_points_of_a_grid_are_accepted_beside_possible_ones():
     assert len(planning.recognise(besides(dist.HalfNormal(1.0)), (X2,), {}).hyper) == 2
     message = refused(besides(dist.Normal(1.0, 1.0)), X2)
     assert "'s'" in message and "'loc'" in message and "'h'" not in message
+
+
+def test_values_that_cannot_go_together_are_no_reason_to_refuse():
+    def bounded(x):
+        scale0 = numpyro.sample("scale0", Grid(np.array([0.0, 1.0, 2.0])))
+        d = numpyro.sample("d", dist.Beta(1.0, 1.0))
+        alpha = numpyro.sample("alpha", dist.TruncatedNormal(0.0, 1.0, low=-d))
+        z = numpyro.sample("z", PitmanYorProcess(alpha, d, size=len(x)))
+        loc = numpyro.sample("loc", dist.Normal(0.0, scale0).expand((K, D)))
+        numpyro.sample("x", dist.Normal(loc[z], 0.5), obs=x)
+
+    assert len(planning.recognise(bounded, (X2,), {}).hyper) == 3
+
+
+def test_impossible_points_in_a_plate_of_many_are_accepted():
+    def many(x):
+        with numpyro.plate("columns", 40):
+            scale0 = numpyro.sample("scale0", Grid(np.array([0.0, 0.0, 1.0, 2.0])))
+        z = crp(x)
+        loc = numpyro.sample("loc", dist.Normal(0.0, scale0).expand((K, 40)))
+        numpyro.sample("x", dist.Normal(loc[z], 0.5), obs=np.repeat(x, 20, 1))
+
+    assert len(planning.recognise(many, (X2,), {}).hyper) == 1
 
 
 def test_a_plate_with_the_name_of_a_sample_site_is_refused():
