@@ -16,7 +16,7 @@ Shapes: ``N`` rows, ``K`` clusters (or slots for clusters, some of them empty).
 from abc import ABCMeta, abstractmethod
 from functools import partial
 import math
-from typing import final
+from typing import Any, final
 
 import jax
 from jax import lax, random
@@ -281,6 +281,7 @@ class PitmanYorProcess(PartitionDistribution):
         *,
         validate_args: bool | None = None,
     ) -> None:
+        _check_numbers(self, concentration=concentration, discount=discount)
         batch_shape = lax.broadcast_shapes(
             jnp.shape(concentration), jnp.shape(discount)
         )
@@ -404,6 +405,7 @@ class ChineseRestaurantProcess(PartitionDistribution):
         *,
         validate_args: bool | None = None,
     ) -> None:
+        _check_numbers(self, concentration=concentration)
         self.concentration = concentration
         super().__init__(size, jnp.shape(concentration), validate_args=validate_args)
 
@@ -520,6 +522,7 @@ class FiniteDirichletMixture(PartitionDistribution):
         *,
         validate_args: bool | None = None,
     ) -> None:
+        _check_numbers(self, concentration=concentration)
         self.concentration = concentration
         self.num_components = _positive_integer(
             type(self).__name__, "num_components", num_components, "of components"
@@ -677,6 +680,7 @@ class MixtureOfFiniteMixtures(PartitionDistribution):
                 f"of scalars, got {extra_components!r}; it is the law of the number of "
                 "components less one, e.g. `dist.Poisson(1.0)`."
             )
+        _check_numbers(self, concentration=concentration)
         self.concentration = concentration
         self.extra_components = extra_components
         self.max_components = _positive_integer(
@@ -763,6 +767,15 @@ class MixtureOfFiniteMixtures(PartitionDistribution):
 
 
 # Checks of concrete values.
+
+
+def _check_numbers(fn: Distribution, **parameters: Any) -> None:
+    for name, value in parameters.items():
+        if value is None or isinstance(value, str | bytes | Distribution):
+            raise ValueError(
+                f"{type(fn).__name__}: `{name}` must be a number or an array of "
+                f"numbers, got {value!r}; to learn it, `numpyro.sample` it."
+            )
 
 
 def _concrete(parameter: ArrayLike) -> np.ndarray | None:

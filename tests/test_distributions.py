@@ -817,6 +817,20 @@ def test_bad_pitman_yor_parameters_are_named(concentration, discount, name, valu
     assert f"`{name}`" in prior.parameter_error()
 
 
+@pytest.mark.parametrize("value", [None, "1.0", dist.Gamma(1.0, 1.0)], ids=str)
+def test_parameters_that_are_no_numbers_are_named(value):
+    extra = dist.Poisson(1.0)
+    for make, name in (
+        (lambda: ChineseRestaurantProcess(value, 4), "concentration"),
+        (lambda: PitmanYorProcess(value, 0.1, 4), "concentration"),
+        (lambda: PitmanYorProcess(1.0, value, 4), "discount"),
+        (lambda: FiniteDirichletMixture(value, 3, 4), "concentration"),
+        (lambda: MixtureOfFiniteMixtures(value, extra, 4), "concentration"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` must be a number"):
+            make()
+
+
 @quick
 @pytest.mark.parametrize("value", [0.0, -1.5, np.nan, np.inf])
 def test_bad_crp_concentration_is_named(value):
