@@ -1044,8 +1044,9 @@ def _log_prob_labels(
 
 
 def _in_range(log_prob, concentration, discount):
-    # One cluster has a finite density outside of it too.
-    out = (discount < 0) | (discount > 1) | (concentration < -discount)
+    # One cluster has a finite density outside of it too. (Of a negative discount there
+    # are laws too, those of finite mixtures.)
+    out = (discount > 1) | (concentration < -discount)
     return jnp.where(out, jnp.nan, log_prob)
 
 
