@@ -210,7 +210,8 @@ class Prober:
         self.arrays = [x.view() if isinstance(x, np.ndarray) else x for x in arrays]
         self.hyper: dict[str, dict[str, np.ndarray]] = {}
         self.seats: dict[str, Seats] = {}
-        self.continuous: dict[str, None] = {}  # hyperparameters, in order
+        # Those of the hyperparameters, with their supports.
+        self.continuous: dict[str, str] = {}
         # The first ones, spread over the table and those of the outliers, are those of
         # the certificate.
         first = np.linspace(0, self.num_rows - 1, _NUM_CERTIFIED).astype(np.int32)
@@ -262,7 +263,7 @@ class Prober:
                 return None
             value = at_unconstrained(site, draw)
             if value is not None and site["name"] in self.hyper_sites:
-                self.continuous[site["name"]] = None
+                self.continuous[site["name"]] = repr(site["fn"].support)
             return value
 
         args, kwargs = self.rebuild(arrays)
@@ -280,18 +281,25 @@ class Prober:
     def _random_hyper(self, arrays):
         """
         Sets of values of the hyperparameters, ``[sets, ...]``: those that are
-        continuous where :func:`~.reading.first_values` has them; of the others, points
-        of their supports in turn, the same in every element.
+        continuous where :func:`~.reading.first_values` has them, and in the last two
+        near the bounds of their supports; of the others, points of their supports in
+        turn, the same in every element.
         """
         zeros = self._zeros()
         args, kwargs = self.rebuild(arrays)
         places = {name: n for n, name in enumerate(self.hyper_sites)}
 
         def one(i):
-            def draw(shape):
+            def draw(shape, support):
                 # No more numbers than tell, as they are constants of the program.
                 size = int(np.prod(shape, dtype=int))
                 noise = self.rng.uniform(-2, 2, (_NUM_HYPER, min(size, 1000)))
+                while isinstance(support, constraints.independent):
+                    support = support.base_constraint
+                if hasattr(support, "lower_bound"):
+                    noise[-2] = -8
+                    if hasattr(support, "upper_bound"):
+                        noise[-1] = 8
                 return jnp.resize(jnp.asarray(noise, float)[i], size).reshape(shape)
 
             def pick(site):
@@ -301,14 +309,17 @@ class Prober:
                     return None
                 if site["name"] not in places:
                     return feasible(site)
-                value = at_unconstrained(site, draw)
-                if value is None and site["type"] == "sample":
-                    found = None if site["is_observed"] else finite_prior(site)
-                    if found is not None:
-                        support, _ = found
-                        turn = i * (2 * places[site["name"]] + 1) % len(support)
-                        value = support[turn]
-                return value
+                own = partial(draw, support=getattr(site["fn"], "support", None))
+                value = at_unconstrained(site, own)
+                if value is not None or site["type"] != "sample":
+                    return value
+                if site["is_observed"] or not peel(site["fn"]).has_enumerate_support:
+                    return None
+                found = finite_prior(site)
+                if found is None:
+                    return None
+                support, _ = found
+                return support[i * (2 * places[site["name"]] + 1) % len(support)]
 
             trace = run_trace(self.model, args, kwargs, pick, random.key(i))
             return {n: _in_double(trace[n]["value"]) for n in self.hyper_sites}
@@ -501,15 +512,18 @@ class Prober:
                 group, error = (name,), own_error
                 break
         names = " and ".join(f"'{name}'" for name in group)
+        supports = " and ".join(self.continuous[name] for name in group)
         at = ""
         if len(group) == 1 and impossible[group[0]].size == 1:
             at = f", such as {impossible[group[0]].item():.4g},"
         raise NotRecognised(
             f"The prior allows values of {names}{at} at which the model is not "
-            f"defined. {error} Let the support of the prior be what the "
-            "parameter may be: for one that must be positive `dist.LogNormal`, "
-            "`dist.Gamma`, `dist.HalfNormal` or `dist.TruncatedNormal(..., low=0)`; "
-            "for a discount `dist.Uniform(0, 1)` or `dist.Beta`."
+            f"defined. {error} Let the support of the prior, which NumPyro takes to be "
+            f"{supports}, be what the parameter may be: for one that must be positive "
+            "`dist.LogNormal`, `dist.Gamma`, `dist.HalfNormal` or "
+            "`dist.TruncatedNormal(..., low=0)`; for a discount `dist.Uniform(0, 1)` "
+            "or `dist.Beta`. (An `AffineTransform` needs its `domain`; in place of "
+            "`dist.Delta` write the constant itself.)"
         )
 
     def _impossible(self, labels: Labels, theta, matrices=True) -> str | None:

@@ -986,13 +986,22 @@ def of_another(h):
 HYPERPRIORS = {
     "concentration": (
         lambda h: {"z": lambda n: crp_of(h, n)},
-        (dist.Normal(5.0, 1.0), dist.Uniform(-3.0, 3.0)),
+        (
+            dist.Normal(5.0, 1.0),
+            dist.Uniform(-3.0, 3.0),
+            dist.Uniform(-0.1, 10.0),
+            dist.TruncatedNormal(5.0, 1.0, low=-0.1),
+            # NumPyro takes its support to be the real line.
+            dist.TransformedDistribution(
+                dist.Beta(2.0, 2.0), dist.transforms.AffineTransform(0.1, 5.0)
+            ),
+        ),
         ["'h'", "'z'", "`concentration`", "TruncatedNormal"],
         dist.Gamma(1.0, 1.0),
     ),
     "discount": (
         lambda h: {"z": lambda n: PitmanYorProcess(1.0, h, size=n)},
-        (dist.Uniform(0.0, 2.0), dist.HalfNormal(1.0)),
+        (dist.Uniform(0.0, 2.0), dist.Uniform(0.0, 1.02), dist.HalfNormal(1.0)),
         ["'h'", "'z'", "`discount`", "[0, 1)", "Beta"],
         dist.Uniform(0.0, 1.0),
     ),
@@ -1080,6 +1089,14 @@ def test_values_that_cannot_go_together_are_no_reason_to_refuse():
         numpyro.sample("x", dist.Normal(loc[z], 0.5), obs=x)
 
     assert len(planning.recognise(bounded, (X2,), {}).hyper) == 3
+
+
+def test_a_count_without_an_end_is_refused_as_one():
+    # Of which the first values tried are impossible.
+    message = refused(
+        with_prior_of(HYPERPRIORS["concentration"][0])(dist.Geometric(0.9)), X2
+    )
+    assert "'h'" in message and "cannot be enumerated" in message
 
 
 def test_impossible_points_in_a_plate_of_many_are_accepted():
