@@ -817,7 +817,11 @@ def test_bad_pitman_yor_parameters_are_named(concentration, discount, name, valu
     assert f"`{name}`" in prior.parameter_error()
 
 
-@pytest.mark.parametrize("value", [None, "1.0", dist.Gamma(1.0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [None, "1.0", dist.Gamma(1.0, 1.0)],
+    ids=["None", "a string", "a distribution"],
+)
 def test_parameters_that_are_no_numbers_are_named(value):
     extra = dist.Poisson(1.0)
     for make, name in (
