@@ -36,6 +36,8 @@ def quick_options(level: int = 0) -> dict[str, Any]:
     for name, value in (
         ("xla_backend_optimization_level", level),
         ("xla_cpu_use_fusion_emitters", False),
+        # Loops are short, and what can leave them has (`hoist`).
+        ("xla_disable_hlo_passes", "while-loop-invariant-code-motion"),
     ):
         # Not every version knows them.
         more = {**options, name: value}

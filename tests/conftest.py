@@ -47,7 +47,10 @@ def pytest_configure(config):
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         flags = f"{flags} --xla_force_host_platform_device_count=2"
-        os.environ["XLA_FLAGS"] = flags.strip()
+    if "xla_cpu_parallel_codegen_split_count" not in flags:
+        # There is a process for each core; pieces of a program would only be overhead.
+        flags = f"{flags} --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = flags.strip()
     # NumPyro compiles a program again at every `MCMC.run`. Compiled programs are kept
     # by their content, so that each is compiled once, also across runs of the suite
     # (`pytest --cache-clear` drops them).
