@@ -456,24 +456,19 @@ def laws_of_assignments(a):
 
 def test_what_depends_on_parameters_is_all_that_does():
     # In float64: a difference between parameters is that of the log probabilities.
+    def both(a, counts):
+        out = []
+        for law in laws_of_assignments(a).values():
+            if hasattr(law, "log_eppf"):
+                out.append((law.log_eppf(counts), law.log_eppf_of_parameters(counts)))
+            else:
+                out.append((law.log_prob(counts), law.log_prob_of_parameters(counts)))
+        return jnp.array(out)
+
     with jax.enable_x64(True):
+        of_parameters = jax.jit(jax.vmap(both, (0, None)))
         for counts in ([4, 3, 0, 2], [9, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]):
-            counts = jnp.array(counts)
-
-            def both(a, counts=counts):
-                out = []
-                for law in laws_of_assignments(a).values():
-                    if hasattr(law, "log_eppf"):
-                        out.append(
-                            (law.log_eppf(counts), law.log_eppf_of_parameters(counts))
-                        )
-                    else:
-                        out.append(
-                            (law.log_prob(counts), law.log_prob_of_parameters(counts))
-                        )
-                return jnp.array(out)
-
-            found = np.stack([both(jnp.float64(a)) for a in (0.4, 1.0, 6.0)])
+            found = of_parameters(jnp.array([0.4, 1.0, 6.0]), jnp.array(counts))
             np.testing.assert_allclose(
                 np.diff(found[..., 0], axis=0),
                 np.diff(found[..., 1], axis=0),
@@ -834,7 +829,7 @@ def test_the_unused_capacity_is_left_out(labels, views):
     # Of several candidates at once, as they are tried.
     many = {name: jnp.stack([value, 2 * value]) for name, value in new.items()}
     got, expected = (
-        jax.vmap(lambda v, t=t: t.factors(["x", "codes"], t.trace(v)))(many)
+        jax.jit(jax.vmap(lambda v, t=t: t.factors(["x", "codes"], t.trace(v))))(many)
         for t in (target, target._replace(derived=True))
     )
     for a, b in zip(got, expected, strict=True):
