@@ -19,12 +19,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 # NumPyro makes the same program of it, which is compiled once and found again.
 ARGUMENTS = {
     "mixed_with_nuts.py": "-n 5 --num-warmup 5 --num-rows 60 --num-chains 1 --quiet",
-    "benchmarks/hyperparameters.py": "--num-rows 99 --repeats 2 --sweeps 1 --columns 2",
+    "benchmarks/hyperparameters.py": "--num-rows 99 --repeats 2 --sweeps 1 --columns 2"
+    " --num-clusters 8",
     "benchmarks/crosscat.py": "--quick",
     "crosscat.py": "--num-warmup 3 --num-samples 6 --thinning 1 --num-chains 2"
-    " --num-clusters 16",
+    " --num-clusters 8",
     "tour.py": "--num-warmup 6 --num-samples 6 --thinning 1 --num-chains 1"
-    " --num-views 2 --num-clusters 16 --num-hidden 3",
+    " --num-views 2 --num-clusters 8 --num-hidden 3",
     "benchmarks/posterior.py": "--num-rows 300 --num-columns 3 --num-new 20"
     " --num-draws 3 --num-clusters 4",
     "quickstart.py": "--num-warmup 4 --num-samples 8 --num-chains 2 --out .",

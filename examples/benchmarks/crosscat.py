@@ -73,7 +73,9 @@ def agreement(state, view, z):
     return adjusted_rand(found, view), each
 
 
-def compare(x, view, z, num_warmup, seconds, num_seeds, num_views, arms=ARMS):
+def compare(
+    x, view, z, num_warmup, seconds, num_seeds, num_views, num_clusters=32, arms=ARMS
+):
     print(
         f"{x.shape[0]} rows, {x.shape[1]} columns in {view.max() + 1} views of "
         f"{z.max() + 1} clusters; {seconds} s a chain"
@@ -85,7 +87,8 @@ def compare(x, view, z, num_warmup, seconds, num_seeds, num_views, arms=ARMS):
     print(f"{'':18}{'median':>8}{'worst':>8}{'median':>12}{'worst':>8}")
     for name, schedule in arms.items():
         kernel = SubsampleAnnealedGibbs(
-            lambda: crosscat.real(x, num_views=num_views), schedule
+            lambda: crosscat.real(x, num_views=num_views, num_clusters=num_clusters),
+            schedule,
         )
 
         def start(seed, kernel=kernel):
@@ -206,7 +209,9 @@ def main():
     elif args.quick:
         table = planted(60, 6, 2, 2)
         arms = {"anneal": ARMS["anneal"]}
-        compare(*table, 2, seconds=0.1, num_seeds=1, num_views=3, arms=arms)
+        compare(
+            *table, 2, seconds=0.1, num_seeds=1, num_views=3, num_clusters=8, arms=arms
+        )
     else:
         compare(
             *planted(args.num_rows, 60, 5, 6),

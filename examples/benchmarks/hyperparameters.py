@@ -12,6 +12,7 @@ to thread, and the same program takes once as long and once more than twice as l
 """
 
 import argparse
+from functools import partial
 import os
 import time
 
@@ -28,7 +29,6 @@ from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal.plan import recognise
 from numpyro_subanneal.reading import first_values, read
 
-CAPACITY, OCCUPIED = 64, 50
 STRENGTHS = np.logspace(-1, 3, 20).astype(np.float32)
 KAPPAS = np.logspace(-2, 1, 20).astype(np.float32)
 RATES = np.logspace(-2, 1, 20).astype(np.float32)
@@ -42,7 +42,7 @@ def _partition(num_rows, learned):
     return numpyro.sample("z", PitmanYorProcess(concentration, 0.1, size=num_rows))
 
 
-def categorical(columns, learned=True):
+def categorical(columns, learned=True, num_clusters=64):
     """Columns by number of categories."""
     num_rows = len(next(iter(columns.values())))
     z = _partition(num_rows, learned)
@@ -52,7 +52,7 @@ def categorical(columns, learned=True):
             strength = 10.0 * jnp.ones(num_features)
             if learned:
                 strength = numpyro.sample(f"strength_{num}", Grid(STRENGTHS))
-            with numpyro.plate(f"clusters_{num}", CAPACITY, dim=-2):
+            with numpyro.plate(f"clusters_{num}", num_clusters, dim=-2):
                 base = jnp.full(num, 1 / num)
                 fn = dist.Dirichlet(strength[..., None] * base)
                 probs = numpyro.sample(f"probs_{num}", fn)
@@ -60,7 +60,7 @@ def categorical(columns, learned=True):
                 numpyro.sample(f"x_{num}", dist.Categorical(probs[z]), obs=x)
 
 
-def real(x, learned=True):
+def real(x, learned=True, num_clusters=64):
     num_rows, num_features = x.shape
     z = _partition(num_rows, learned)
     with numpyro.plate("features", num_features, dim=-1):
@@ -68,26 +68,26 @@ def real(x, learned=True):
         if learned:
             kappa = numpyro.sample("kappa", Grid(KAPPAS))
             rate = numpyro.sample("rate", Grid(RATES))
-        with numpyro.plate("clusters", CAPACITY, dim=-2):
+        with numpyro.plate("clusters", num_clusters, dim=-2):
             var = numpyro.sample("var", dist.InverseGamma(2.0, rate))
             loc = numpyro.sample("loc", dist.Normal(0.0, jnp.sqrt(var / kappa)))
         with numpyro.plate("rows", num_rows, dim=-2):
             numpyro.sample("x", dist.Normal(loc[z], jnp.sqrt(var[z])), obs=x)
 
 
-def tables(num_rows, num_columns):
+def tables(num_rows, num_columns, num_occupied):
     """Planted clusters, so that about as many are occupied."""
     rng = np.random.default_rng(0)
-    of = rng.integers(OCCUPIED, size=num_rows)
+    of = rng.integers(num_occupied, size=num_rows)
     columns = {}
     for d in range(num_columns):
         num = 2 + d % 16
-        probs = rng.dirichlet(np.full(num, 0.3), OCCUPIED)
+        probs = rng.dirichlet(np.full(num, 0.3), num_occupied)
         x = (rng.random((num_rows, 1)) > probs[of].cumsum(-1)[:, :-1]).sum(-1)
         columns.setdefault(num, []).append(x)
     columns = {num: np.stack(x, -1) for num, x in columns.items()}
     num_reals = min(63, num_columns)
-    loc = rng.normal(size=(OCCUPIED, num_reals)) * 3
+    loc = rng.normal(size=(num_occupied, num_reals)) * 3
     x = (loc[of] + rng.normal(size=(num_rows, num_reals))).astype(np.float32)
     return jnp.asarray(of, jnp.int32), {"categorical": columns, "real": x}
 
@@ -100,7 +100,7 @@ def time_update(model, data, z, repeats):
     @jax.jit
     def collect(data, values):
         found = read(plan, model, (data,), {}, values)
-        clusters = rows.collect(found.components, z, CAPACITY)
+        clusters = rows.collect(found.components, z, plan.capacity)
         hyper = tuple(c.hyper for c in found.components)
         return hyper, clusters.counts, clusters.stats
 
@@ -155,14 +155,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-rows", type=int, default=10_000)
     parser.add_argument("--columns", type=int, default=68)
+    parser.add_argument("--num-clusters", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--sweeps", type=int, default=10)
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         # NB: before JAX starts its threads.
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    z, data = tables(args.num_rows, args.columns)
+    z, data = tables(args.num_rows, args.columns, args.num_clusters * 50 // 64)
     for name, model in (("categorical", categorical), ("real", real)):
+        model = partial(model, num_clusters=args.num_clusters)
         update, compile_time = time_update(model, data[name], z, args.repeats)
         plain = time_sweep(model, data[name], z, args.sweeps, learned=False)
         learned = time_sweep(model, data[name], z, args.sweeps, learned=True)
