@@ -70,7 +70,7 @@ def collect_warmup(mcmc: MCMC) -> Warmup:
         >>> fixed = {"concentration": 1.0, "kappa": 0.3, "shape": 3.0}
         >>> model = partial(dpmm.real, num_clusters=16, **fixed)
         >>> mcmc = MCMC(SubsampleAnnealedGibbs(model), num_warmup=8,
-        ...             num_samples=10, progress_bar=False)
+        ...             num_samples=8, progress_bar=False)
         >>> mcmc.warmup(random.key(0), x, collect_warmup=True)
         >>> warmup = collect_warmup(mcmc)
         >>> mcmc.run(random.key(1), x)

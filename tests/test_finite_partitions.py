@@ -240,6 +240,7 @@ def test_log_eppf_of_counts_equals_log_prob_of_labels(i):
     )
 
 
+@quick
 def test_more_clusters_than_components_are_impossible():
     finite = FiniteDirichletMixture(0.7, 3, 6)
     uniform = MixtureOfFiniteMixtures(0.7, dist.DiscreteUniform(0, 2), 6)

@@ -312,6 +312,7 @@ def test_rate_is_shape_times_variance():
     np.testing.assert_allclose(traced, expected, rtol=1e-5)
 
 
+@pytest.mark.quickly_compiled
 def test_a_learned_prior_has_a_finite_density():
     def model(x):
         with numpyro.plate("columns", x.shape[1], dim=-1):

@@ -30,6 +30,9 @@ from numpyro_subanneal import (
 )
 from numpyro_subanneal import plan as planning
 
+# Nearly all of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled
+
 N, D, K = 6, 2, 4
 RNG = np.random.default_rng(0)
 X1 = RNG.normal(size=N).astype(np.float32)
