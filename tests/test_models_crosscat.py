@@ -20,7 +20,7 @@ from numpyro_subanneal.plan import recognise
 from numpyro_subanneal.skeleton import cell_mask, peel
 
 # Most of the time is that of compiling.
-pytestmark = pytest.mark.quickly_compiled(level=1)
+pytestmark = pytest.mark.quickly_compiled
 
 
 def planted(num_rows=300, seed=0):
@@ -64,7 +64,6 @@ def test_no_key_is_used_twice(model, num_chains):
         jax.eval_shape(jax.jit(lambda state: kernel.sample(state, (x,), {})), state)
 
 
-@pytest.mark.quickly_compiled
 def test_planted_views_of_columns_of_all_kinds_are_recovered():
     arrays, view, z = planted(num_rows=200)
     # Constants, so that the program is short.
@@ -170,7 +169,6 @@ def test_predictive_draws_a_table():
     assert drawn["categorical_3"].shape == (2, 20, 4)
 
 
-@pytest.mark.quickly_compiled
 def test_vectorized_chains_are_the_chains_of_their_keys():
     # They have different numbers of views, which share proposals, and of clusters, but
     # run at one width. Of the first step only, and in float64: results that are rounded
