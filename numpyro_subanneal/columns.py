@@ -91,9 +91,8 @@ _NUM_LAUNCH = 2
 @dataclass(frozen=True)
 class FeatureMoves:
     """
-    How often to move features between views: at each turnover of the current subsample,
-    that is whenever as many rows have moved as it holds; after the warm-up, once a
-    sweep.
+    How often to move features between views at each turn: when the current subsample
+    has been turned over in the warm-up, and once a sweep after it.
 
     :param int num_sweeps: Gibbs sweeps over all features.
     :param int num_sets: proposals to share out the features of two views anew.

@@ -119,6 +119,29 @@ def test_accelerating_schedule_churns_as_the_root_of_the_size():
     np.testing.assert_allclose(moves, moves.mean(), rtol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "schedule", [LinearSchedule(), LinearSchedule(3), PriorGibbs()]
+)
+@pytest.mark.parametrize("num_rows, fewest", [(50, 1), (2000, 1), (2000, 256)])
+def test_turns_are_counted(schedule, num_rows, fewest):
+    steps = schedule.checked_steps(num_rows, 12)
+    size = first_size = num_rows if schedule.starts_full else 0
+    turns = since = 0
+    for added, churned in zip(*steps, strict=True):
+        credit = churned
+        for _ in range(added + churned):
+            credit += added
+            size, credit = (
+                size + credit // (added + churned),
+                credit % (added + churned),
+            )
+            since += 1
+            if since >= max(size, fewest):
+                turns, since = turns + 1, 0
+    counted = steps.num_turns(first_size, fewest)
+    assert abs(counted - turns) <= 2 + 0.05 * turns, (counted, turns)
+
+
 @pytest.mark.parametrize("schedule", [LinearSchedule, AcceleratingSchedule])
 @pytest.mark.parametrize("churn", [-1, 1.0, True, "3", 2**31, 10**30])
 def test_churn_that_is_no_number_of_moves_is_refused(schedule, churn):
