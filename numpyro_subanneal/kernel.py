@@ -159,7 +159,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
     During the warm-up Gibbs moves run on a churning subsample that grows to all
     rows, as its `schedule` says. All other moves are made at *turns*: whenever as many
-    rows have moved as the current subsample holds, but 256 of them, or a quarter of all
+    rows have moved as the current subsample holds, but 32 of them, or a quarter of all
     rows, at least. Every later step is one exact sweep, N random-scan moves over all N
     rows, with a turn at its end. Warm-up draws are not posterior draws. With
     ``num_warmup=0`` the chain starts from a draw of the partition's prior, or from

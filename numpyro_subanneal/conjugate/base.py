@@ -294,10 +294,18 @@ def at_features(k: Array, view: ByView | None) -> Array:
     return k if view is None else k[view.index]
 
 
+# From so many elements on XLA leaves a sum, and all that it can draw into it, to a
+# library for large arrays: scores of 68 reals in 64 clusters take 17 us, not 6.
+_LARGE_SUM = 4096
+
+
 def sum_features(each: Array, view: ByView | None) -> Array:
     """Sum over features, the first axis; of each view apart, ``[views, ...]``."""
     if view is None:
-        return each.sum(0)
+        if each.ndim < 2 or each.size < _LARGE_SUM:
+            return each.sum(0)
+        ones = jnp.ones(each.shape[0], each.dtype)
+        return jnp.dot(ones, each, precision=lax.Precision.HIGHEST)
     return jax.ops.segment_sum(each, view.index, view.slots.shape[0])
 
 
