@@ -706,9 +706,15 @@ class _Reader:
             if site.shape != site.fn_shape:
                 if site.masked and site.event_dim > 0:
                     raise NotRecognised(partial_mask_message(site.name))
+                by = " and ".join(
+                    f"'{u}' of shape {sites[u].shape}"
+                    for u in site.upstream
+                    if u in rows
+                )
                 raise NotRecognised(
                     f"The value of observed site '{site.name}' has shape {site.shape}, "
-                    f"but its distribution has shape {site.fn_shape}."
+                    f"but its distribution has shape {site.fn_shape}; it is indexed by "
+                    f"partition site {by}."
                 )
 
     def _check_discrete(

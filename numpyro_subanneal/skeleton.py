@@ -146,7 +146,19 @@ def run_trace(
     # as a good part of the model.
     substituted = handlers.substitute(model, substitute_fn=substitute_fn)
     seeded = handlers.seed(substituted, random.key(0) if rng_key is None else rng_key)
-    return handlers.trace(seeded).get_trace(*args, **kwargs)
+    tracer = handlers.trace(seeded)
+    try:
+        return tracer.get_trace(*args, **kwargs)
+    except Exception as error:
+        # What JAX says of shapes that do not go together names no site.
+        seen = [
+            f"'{name}' {np.shape(site['value'])}"
+            for name, site in tracer.trace.items()
+            if site["type"] == "sample"
+        ]
+        where = f"after its sites {', '.join(seen)}" if seen else "before any site"
+        error.add_note(f"The model raised this {where}.")
+        raise
 
 
 def at_unconstrained(

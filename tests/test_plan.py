@@ -1113,6 +1113,20 @@ def test_impossible_points_in_a_plate_of_many_are_accepted():
     assert len(planning.recognise(many, (X2,), {}).hyper) == 1
 
 
+def test_what_a_model_raises_says_after_which_sites():
+    def model(x):
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.0, size=4))
+        with numpyro.plate("clusters", 3):
+            loc = numpyro.sample("loc", dist.Normal(0.0, 1.0))
+        numpyro.sample("x", dist.Normal(loc[z] + x, 1.0), obs=x)
+
+    kernel, x = SubsampleAnnealedGibbs(model), np.zeros(6, np.float32)
+    with pytest.raises((TypeError, ValueError), match="shapes") as raised:
+        kernel.init(random.key(0), 3, None, (x,), {})
+    notes = " ".join(raised.value.__notes__)
+    assert "raised this after its sites 'z' (4,), 'loc' (3,)." in notes
+
+
 def test_a_plate_with_the_name_of_a_sample_site_is_refused():
     def model(x):
         scale = numpyro.sample("columns", dist.HalfNormal(1.0))
