@@ -34,6 +34,7 @@ from numpyro_subanneal.splitmerge import (
 )
 from numpyro_subanneal.subsample import Subsample, over_chains
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import check_key
 from numpyro_subanneal.views import first_appearance
 
 
@@ -401,6 +402,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     # --- init ----------------------------------------------------------------------
 
     def init(self, rng_key, num_warmup, init_params, model_args, model_kwargs):
+        check_key(rng_key, several=True)
         model_kwargs = {} if model_kwargs is None else model_kwargs
         self._recognise(model_args, model_kwargs)
         self._check_joint()

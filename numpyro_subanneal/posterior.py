@@ -48,6 +48,7 @@ from numpyro_subanneal.skeleton import (
     read_skeleton,
 )
 from numpyro_subanneal.typing import Array
+from numpyro_subanneal.variates import check_key
 
 # Rows looked at together. Each takes (features x clusters) floats.
 _BATCH = 256
@@ -426,6 +427,11 @@ class Posterior:
                         f"With these arguments site '{own.name}' is not observed. Give "
                         "a table of the same columns; mask the cells that are unknown."
                     )
+                if new.shape is None:
+                    raise ValueError(
+                        f"Rows of observed site '{own.name}' are not an array. Give a "
+                        "NumPy or JAX array (of a data frame, its `.to_numpy()`)."
+                    )
                 shapes = new.feature_shape, new.event_shape
                 if shapes != (own.feature_shape, own.event_shape):
                     raise ValueError(
@@ -680,6 +686,7 @@ class Posterior:
         :return: by observed site, ``[draws, rows, *feature_shape, *event_shape]``; the
             cells that are known are as they were.
         """
+        check_key(rng_key)
         data = self._read_rows(args, kwargs)
         known = self._select(given, True)
 
@@ -721,6 +728,7 @@ class Posterior:
         :param rng_key: key.
         :return: by observed site that has masked cells.
         """
+        check_key(rng_key)
         masks = {
             site.name: np.asarray(x.mask)
             for site, x in zip(
@@ -821,6 +829,7 @@ class Posterior:
         :param int num_samples: number of rows sampled from each draw.
         :return: estimates and their errors, in the order of :attr:`columns`.
         """
+        check_key(rng_key)
 
         def ask(trained, i, rng_key, data):
             size = len(self.columns)
@@ -1014,6 +1023,7 @@ def cross_validate(
         )
     plan = recognise(kernel.model, args, kwargs)
     num_rows = plan.num_rows
+    check_key(rng_key)
     held_out_rows = _held_out(rng_key, num_rows, num_splits, held_out, num_folds)
     if take is None:
         take = partial(_take_rows, num_rows)

@@ -16,10 +16,24 @@ import jax.numpy as jnp
 from jax.scipy.special import erfinv
 import numpy as np
 
+from numpyro.util import is_prng_key
+
 from numpyro_subanneal.typing import Array
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
+
+
+def check_key(rng_key: Array, several: bool = False) -> None:
+    """Refuse what is no key, such as a seed; `several` may be on the first axis."""
+    found = is_prng_key(rng_key)
+    if several and not found and hasattr(rng_key, "dtype") and rng_key.ndim > 0:
+        found = len(rng_key) > 0 and is_prng_key(rng_key[0])
+    if found:
+        return
+    raise ValueError(
+        f"`rng_key` must be a key, such as `jax.random.key(0)`, got {rng_key!r}."
+    )
 
 
 def _is_threefry(rng_key: Array) -> bool:

@@ -319,6 +319,12 @@ def test_no_key_is_used_twice():
     assert mcmc.get_samples()["z"].min() >= 0
 
 
+@pytest.mark.parametrize("rng_key", [0, np.int32(1), np.zeros((0, 2), np.uint32)])
+def test_what_is_no_key_is_refused(rng_key):
+    with pytest.raises(ValueError, match="`rng_key` must be a key, such as"):
+        SubsampleAnnealedGibbs(mixture).init(rng_key, 1, None, (X,), {})
+
+
 @pytest.mark.parametrize(
     "method, make",
     [

@@ -1220,6 +1220,9 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
     for index in (2, "a", [True] * 3, (0, 1), 0.5):
         refused(lambda i=index: ask(*args, columns={"x": i}), "'x'", "(2,)")
     refused(lambda: ask(*args, given={"c": 0}), "'c'", "()")
+    for question in (fitted().impute, fitted().mutual_information):
+        refused(lambda q=question: q(0), "`rng_key`", "got 0")
+    refused(lambda: fitted().sample_rows(np.int32(2), *args), "`rng_key`")
     for number in (0, 2.5):
         refused(
             lambda n=number: fitted().mutual_information(random.key(0), n),
