@@ -91,8 +91,9 @@ _NUM_LAUNCH = 2
 @dataclass(frozen=True)
 class FeatureMoves:
     """
-    How often to move features between views at each turn: when the current subsample
-    has been turned over in the warm-up, and once a sweep after it.
+    How often to move features between views: at each turnover of the current subsample,
+    that is whenever as many rows have moved as it holds; after the warm-up, once a
+    sweep.
 
     :param int num_sweeps: Gibbs sweeps over all features.
     :param int num_sets: proposals to share out the features of two views anew.

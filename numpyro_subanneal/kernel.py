@@ -58,8 +58,8 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
       in each warm-up step. Carried so that a state goes on where it was, whatever
       `MCMC` it is given to.
-    - **since** - rows that have moved since the last turn, when hyperparameters were
-      updated and clusters split and merged.
+    - **since** - rows that have moved since the last turnover of the subsample, when
+      hyperparameters were updated and clusters split and merged.
     - **split_merge** - what has become of proposals to split and merge clusters; its
       counts are also :attr:`num_splits` and the like.
     - **feature_moves** - what has become of moves of features between views.
@@ -145,7 +145,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     the same step.
 
     Every other latent site is a hyperparameter. They are sampled given the assignments,
-    cluster parameters integrated out: those of finite support
+    cluster parameters integrated out, whenever as many rows have moved as the current
+    subsample holds, so once a sweep in the end: those of finite support
     (:class:`~numpyro_subanneal.grid.Grid`, `Categorical`, ...) by enumeration, the
     others by slice sampling of each, or by the kernel `hyper_kernel`. Just before,
     a few proposals are made to split a cluster in two or to merge two
@@ -159,10 +160,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     have no feature in a draw come last; their partitions read -1.
 
     During the warm-up Gibbs moves run on a churning subsample that grows to all
-    rows, as its `schedule` says. All other moves are made at *turns*: whenever as many
-    rows have moved as the current subsample holds, but 32 of them, or a quarter of all
-    rows, at least. Every later step is one exact sweep, N random-scan moves over all N
-    rows, with a turn at its end. Warm-up draws are not posterior draws. With
+    rows, as its `schedule` says; every later step is one exact sweep, N random-scan
+    moves over all N rows. Warm-up draws are not posterior draws. With
     ``num_warmup=0`` the chain starts from a draw of the partition's prior, or from
     ``init_params``.
 
@@ -183,11 +182,11 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         shape that are enumerated together, in every combination of their values, such
         as ``[("concentration", "discount")]``.
     :param int num_hyper_updates: how often the hyperparameters are updated at each
-        turn; the paper's is 1.
-    :param SplitMerge split_merge: how many splits and merges are proposed at each turn,
-        and how; None for none.
+        turnover of the subsample; the paper's is 1.
+    :param SplitMerge split_merge: how many splits and merges are proposed at each
+        turnover, and how; None for none.
     :param FeatureMoves feature_moves: how often features move between views at each
-        turn.
+        turnover.
     :raises NotRecognised: by :meth:`init`, before anything is compiled, if the model or
         the data cannot be sampled; :func:`~numpyro_subanneal.plan.explain` shows how a
         model is read.
@@ -307,10 +306,6 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         return self._schedule
 
     @property
-    def _chooser(self) -> AbstractSchedule | None:
-        return self._schedule if self._schedule.chooses_rows else None
-
-    @property
     def sample_field(self) -> str:
         return "z"
 
@@ -419,8 +414,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             self._init_programs = {}
         # It should be adapted to all rows, but have done so when the warm-up ends.
         first_size = self._plan.num_rows if self._schedule.starts_full else 0
-        fewest = rows.fewest_moves(self._plan.num_rows, self._chooser)
-        updates = steps.num_turns(first_size, fewest) * self._num_hyper_updates
+        updates = steps.num_turnovers(first_size) * self._num_hyper_updates
         self._num_hyper_warmup = int(0.95 * updates)
         self._sample_fn = self._sample_one
         self._warned = False
@@ -867,7 +861,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             record=(state.split_merge, state.feature_moves),
             layout=plan.layout,
             labels=labels,
-            chooser=self._chooser,
+            chooser=self._schedule if self._schedule.chooses_rows else None,
         )
         hyper, hyper_state = step.values
         prior, components = step.prior, step.components

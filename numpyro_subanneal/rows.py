@@ -18,7 +18,6 @@ to ``weight(new) * p(x_a)``.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import ceil
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -121,12 +120,6 @@ class Step(NamedTuple):
 # keep its random numbers (chunk x clusters floats) in cache.
 _CHUNK = 4096
 
-# What is done at a turn takes as long in a subsample of ten rows as in one of hundreds,
-# so none comes before so many rows have moved, or so much of all. With 256 clusters
-# remain merged that are told apart by what is learned early: without splits, planted
-# clusters were found by a third as many chains; with 32 by as many.
-_FEWEST, _FEWEST_OF_ALL = 32, 1 / 4
-
 # Gumbel noise is made in blocks of so many moves and clusters, by one loop: code for
 # random numbers is what takes longest to compile.
 _NOISE_MOVES, _NOISE = 256, 16
@@ -143,14 +136,6 @@ def widths(capacity: int) -> tuple[int, ...]:
         ladder.append(width)
         width *= 2
     return (*ladder, capacity)
-
-
-def fewest_moves(num_rows: int, chooser: Chooser | None) -> int:
-    """
-    How many rows move before a turn at least; with a `chooser`, which counts them in
-    turnovers of the subsample, one.
-    """
-    return min(_FEWEST, ceil(num_rows * _FEWEST_OF_ALL)) if chooser is None else 1
 
 
 def collect(
@@ -212,8 +197,7 @@ def run_step(
     Make the moves of one step.
 
     There is a turn whenever as many rows have moved as the current subsample holds
-    (Obermeyer et al. 2014, section 2.4), though not before :func:`fewest_moves`; then
-    other moves than of single rows are made.
+    (Obermeyer et al. 2014, section 2.4); then other moves than of single rows are made.
 
     :param rng_key: key.
     :param law: what the model says at given values of its hyperparameters.
@@ -240,11 +224,6 @@ def run_step(
     prior, start = law(values, None)
     clusters = collect(start, z, capacity, layout, labels)
     turns = any(x is not None for x in (turn, jump, chooser))
-    fewest = fewest_moves(num_rows, chooser)
-
-    def moves_a_turn(subsample):
-        return jnp.maximum(subsample.size, fewest)
-
     if turn is None:
 
         def law_now(values):
@@ -263,7 +242,7 @@ def run_step(
         rng_key, key_churn, key_moves, key_turn, key_jump = random.split(rng_key, 5)
         most = jnp.int32(chunk)
         if turns:
-            most = jnp.clip(moves_a_turn(subsample) - since, 1, most)
+            most = jnp.clip(subsample.size - since, 1, most)
         subsample, churn, moves = draw_moves(
             key_churn, subsample, churn, chunk, most, chooser, since
         )
@@ -273,7 +252,7 @@ def run_step(
         )
         if turns:
             since = since + moves.count
-            due = (since >= moves_a_turn(subsample)) & (moves.count > 0)
+            due = (since >= subsample.size) & (moves.count > 0)
             since = jnp.where(due, 0, since)
         if jump is not None:
             values, clusters, record = jump(

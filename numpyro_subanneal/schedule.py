@@ -34,23 +34,22 @@ class Steps(NamedTuple):
     added: np.ndarray
     churned: np.ndarray
 
-    def num_turns(self, first_size: int, fewest: int) -> int:
-        """About how many turns the warm-up has, which starts with `first_size` rows:
-        after as many moves as rows are in, or after `fewest`."""
+    def num_turnovers(self, first_size: int) -> int:
+        """About how often the current subsample is turned over in the warm-up, which
+        starts with `first_size` rows."""
         moves = self.added + self.churned.astype(np.float64)
         after = first_size + np.cumsum(self.added)
         before = after - self.added
-        # Additions are spread evenly among the moves of a step: a sum of 1 / size.
-        few = np.minimum(after, fewest) - np.minimum(before, fewest)
-        many = np.log(
-            (np.maximum(after, fewest) + 0.5) / (np.maximum(before, fewest) + 0.5)
-        )
-        mean = np.where(
+        # Additions are spread evenly among the moves of a step. While the subsample is
+        # turned over it grows, to `size / (1 - share)`.
+        share = self.added / np.maximum(moves, 1)
+        log_growth = -np.log1p(-np.minimum(share, 1 - 1e-9))
+        each = np.where(
             self.added > 0,
-            (few / fewest + many) / np.maximum(self.added, 1),
-            1 / np.maximum(after, fewest),
+            np.log((after + 0.5) / (before + 0.5)) / np.where(share > 0, log_growth, 1),
+            moves / np.maximum(after, 1),
         )
-        return int((moves * mean).sum())
+        return int(each.sum())
 
 
 class AbstractSchedule(ABC):

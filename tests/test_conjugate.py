@@ -25,7 +25,13 @@ from scipy import special, stats
 import numpyro.distributions as dist
 
 from numpyro_subanneal import testing
-from numpyro_subanneal.conjugate.base import Observed, SiteShape, draw, loggamma
+from numpyro_subanneal.conjugate.base import (
+    Observed,
+    SiteShape,
+    draw,
+    loggamma,
+    sum_features,
+)
 from numpyro_subanneal.conjugate.dirichlet import Codes, Counts, DirichletCategorical
 from numpyro_subanneal.conjugate.normal import NormalInverseGamma
 from numpyro_subanneal.conjugate.special import (
@@ -571,6 +577,22 @@ def test_tables_and_statistics_stay_in_step_over_3e5_moves(kind):
         random.key(2), kind=kind, num_rows=NUM_ROWS, num_clusters=3, num_moves=300_000
     )
     assert_in_step(kind, np.asarray(z), moved, rebuilt, drift=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(70, 64), (300, 16), (9, 64), (5000,)], ids=str)
+def test_sums_over_features_are_right_to_rounding_however_they_are_made(shape):
+    each = np.random.default_rng(0).normal(-3, 2, shape).astype(np.float32)
+    each[2, ...] = -40.0
+    if each.ndim > 1:
+        each[1, 3] = -np.inf
+    expected = each.astype(np.float64).sum(0)
+    # Three chains, as when they are vectorized.
+    chains = np.stack([each, 2 * each, each[::-1]])
+    got = jax.vmap(partial(sum_features, view=None))(chains)
+    assert got.dtype == np.float32
+    for factor, sums in zip((1, 2, 1), got, strict=True):
+        np.testing.assert_allclose(sums, factor * expected, rtol=3e-6)
+    np.testing.assert_allclose(sum_features(each, None), expected, rtol=3e-6)
 
 
 def test_pack_lays_features_end_to_end(double):
