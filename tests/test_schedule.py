@@ -128,13 +128,12 @@ def test_turnovers_are_counted(schedule, num_rows):
     size = first_size = num_rows if schedule.starts_full else 0
     turns = since = 0
     for added, churned in zip(*steps, strict=True):
+        # As `Churn` says.
         credit = churned
         for _ in range(added + churned):
             credit += added
-            size, credit = (
-                size + credit // (added + churned),
-                credit % (added + churned),
-            )
+            if added and credit >= added + churned:
+                size, credit = size + 1, credit - added - churned
             since += 1
             if since >= size:
                 turns, since = turns + 1, 0
