@@ -36,7 +36,7 @@ def quick_options(level: int = 0) -> dict[str, Any]:
     for name, value in (
         ("xla_backend_optimization_level", level),
         ("xla_cpu_use_fusion_emitters", False),
-        # Loops are short, and what can leave them has (`hoist`).
+        # A seventh of the time; most of what can leave the loops has done so before.
         ("xla_disable_hlo_passes", "while-loop-invariant-code-motion"),
     ):
         # Not every version knows them.

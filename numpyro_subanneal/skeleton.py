@@ -152,7 +152,7 @@ def run_trace(
     except Exception as error:
         # What JAX says of shapes that do not go together names no site.
         seen = [
-            f"'{name}' {np.shape(site['value'])}"
+            f"'{name}' {getattr(site['value'], 'shape', '')}".rstrip()
             for name, site in tracer.trace.items()
             if site["type"] == "sample"
         ]
