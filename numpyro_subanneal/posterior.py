@@ -1021,9 +1021,9 @@ def cross_validate(
             "`kernel` must be a SubsampleAnnealedGibbs, such as "
             f"`SubsampleAnnealedGibbs(model)`, got {type(kernel).__name__}."
         )
+    check_key(rng_key)
     plan = recognise(kernel.model, args, kwargs)
     num_rows = plan.num_rows
-    check_key(rng_key)
     held_out_rows = _held_out(rng_key, num_rows, num_splits, held_out, num_folds)
     if take is None:
         take = partial(_take_rows, num_rows)

@@ -44,9 +44,11 @@ class Steps(NamedTuple):
         # turned over it grows, to `size / (1 - share)`.
         share = self.added / np.maximum(moves, 1)
         log_growth = -np.log1p(-np.minimum(share, 1 - 1e-9))
+        # A sum of 1 / size; from no row on it has Euler's constant.
+        first = np.where(before > 0, before + 0.5, np.exp(-np.euler_gamma))
         each = np.where(
             self.added > 0,
-            np.log((after + 0.5) / (before + 0.5)) / np.where(share > 0, log_growth, 1),
+            np.log((after + 0.5) / first) / np.where(share > 0, log_growth, 1),
             moves / np.maximum(after, 1),
         )
         return int(each.sum())

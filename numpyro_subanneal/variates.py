@@ -26,10 +26,12 @@ _PARITY = 0x1BD11BDA
 
 def check_key(rng_key: Array, several: bool = False) -> None:
     """Refuse what is no key, such as a seed; `several` may be on the first axis."""
-    found = is_prng_key(rng_key)
-    if several and not found and hasattr(rng_key, "dtype") and rng_key.ndim > 0:
-        found = len(rng_key) > 0 and is_prng_key(rng_key[0])
-    if found:
+    one = rng_key
+    if several and getattr(rng_key, "ndim", 0) > 0 and len(rng_key) > 0:
+        one = rng_key if is_prng_key(rng_key) else rng_key[0]
+    # Raw keys of other generators have other lengths.
+    raw = getattr(one, "ndim", 0) == 1 and one.dtype == np.uint32 and len(one) > 1
+    if is_prng_key(one) or raw:
         return
     raise ValueError(
         f"`rng_key` must be a key, such as `jax.random.key(0)`, got {rng_key!r}."

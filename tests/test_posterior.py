@@ -1231,6 +1231,17 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
         )
 
 
+def test_rows_that_are_a_list_are_refused():
+    def model(n):
+        with numpyro.plate("clusters", 3):
+            rate = numpyro.sample("rate", dist.Gamma(SHAPE, RATE))
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.3, size=len(n)))
+        numpyro.sample("n", dist.Poisson(rate[z]), obs=n)
+
+    posterior = Posterior(model, {"z": np.zeros((2, 3), int)}, (np.array([3, 2, 4]),))
+    refused(lambda: posterior.log_density([3, 1]), "'n'", "not an array")
+
+
 def counts(x, observed=True):
     with numpyro.plate("clusters", 3):
         rate = numpyro.sample("rate", dist.Gamma(SHAPE, RATE))

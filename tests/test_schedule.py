@@ -120,9 +120,18 @@ def test_accelerating_schedule_churns_as_the_root_of_the_size():
 
 
 @pytest.mark.parametrize(
-    "schedule", [LinearSchedule(), LinearSchedule(3), PriorGibbs()]
+    "schedule",
+    [
+        LinearSchedule(),
+        LinearSchedule(3),
+        LinearSchedule(ramp=100),
+        AcceleratingSchedule(),
+        SequentialGibbs(),
+        PriorGibbs(),
+    ],
+    ids=repr,
 )
-@pytest.mark.parametrize("num_rows", [50, 2000])
+@pytest.mark.parametrize("num_rows", [1, 3, 50, 2000])
 def test_turnovers_are_counted(schedule, num_rows):
     steps = schedule.checked_steps(num_rows, 12)
     size = first_size = num_rows if schedule.starts_full else 0
@@ -138,7 +147,7 @@ def test_turnovers_are_counted(schedule, num_rows):
             if since >= size:
                 turns, since = turns + 1, 0
     counted = steps.num_turnovers(first_size)
-    assert abs(counted - turns) <= 1 + 0.01 * turns, (counted, turns)
+    assert abs(counted - turns) <= 1 + 0.03 * turns, (counted, turns)
 
 
 @pytest.mark.parametrize("schedule", [LinearSchedule, AcceleratingSchedule])

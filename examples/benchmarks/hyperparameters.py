@@ -162,7 +162,7 @@ def main():
     if hasattr(os, "sched_setaffinity"):
         # NB: before JAX starts its threads.
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    z, data = tables(args.num_rows, args.columns, args.num_clusters * 50 // 64)
+    z, data = tables(args.num_rows, args.columns, max(1, args.num_clusters * 50 // 64))
     for name, model in (("categorical", categorical), ("real", real)):
         model = partial(model, num_clusters=args.num_clusters)
         update, compile_time = time_update(model, data[name], z, args.repeats)
