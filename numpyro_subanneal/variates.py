@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jax.scipy.special import erfinv
 import numpy as np
 
-from numpyro.util import is_prng_key
-
 from numpyro_subanneal.typing import Array
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -26,12 +24,15 @@ _PARITY = 0x1BD11BDA
 
 def check_key(rng_key: Array, several: bool = False) -> None:
     """Refuse what is no key, such as a seed; `several` may be on the first axis."""
-    one = rng_key
-    if several and getattr(rng_key, "ndim", 0) > 0 and len(rng_key) > 0:
-        one = rng_key if is_prng_key(rng_key) else rng_key[0]
-    # Raw keys of other generators have other lengths.
-    raw = getattr(one, "ndim", 0) == 1 and one.dtype == np.uint32 and len(one) > 1
-    if is_prng_key(one) or raw:
+    # NB: by shape and type alone; to take one of several would count as its use.
+    dtype, shape = getattr(rng_key, "dtype", None), getattr(rng_key, "shape", ())
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        batch = shape
+    elif dtype == np.uint32 and len(shape) > 0 and shape[-1] > 1:
+        batch = shape[:-1]
+    else:
+        batch = None
+    if batch == () or (several and batch is not None and batch[0] > 0):
         return
     raise ValueError(
         f"`rng_key` must be a key, such as `jax.random.key(0)`, got {rng_key!r}."
