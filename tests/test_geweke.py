@@ -332,5 +332,4 @@ def test_prior_of_many_rows_and_clusters_is_kept():
     opens = alpha / (alpha + np.arange(num_rows))
     mean, variance = opens.sum(), (opens * (1 - opens)).sum()
     z_score = (num.mean() - mean) / np.sqrt(variance / num_chains)
-    print(num.mean(), mean, z_score)
     assert abs(z_score) < 4.5
