@@ -141,12 +141,6 @@ class _Reader:
             )
         skeleton = read_skeleton(self.model, self.args, self.kwargs)
         sites = skeleton.sites
-        if skeleton.subsampled:
-            raise NotRecognised(
-                f"Plate '{skeleton.subsampled[0]}' takes a subsample "
-                "(`subsample_size`). Subsample annealing keeps its own subsample; give "
-                "the plate its full size."
-            )
         partitions = self._partitions(sites)
         imputed = self._imputed(skeleton)
         mixtures, clusters, hyper = self._roles(sites, partitions, imputed)
@@ -312,6 +306,13 @@ class _Reader:
             if s.name in used and issubclass(s.fn, CategoricalProbs | CategoricalLogits)
         ]
         if len(found) != 1:
+            for s in sites.values():
+                if s.observed and issubclass(s.fn, PartitionDistribution):
+                    raise NotRecognised(
+                        f"Partition site '{s.name}' is observed, so that there is "
+                        "nothing to sample. Leave out its `obs`; to start from an "
+                        f"assignment, give `MCMC.run` init_params={{'{s.name}': ...}}."
+                    )
             problem = (
                 "The model has no partition site"
                 if not found
@@ -711,10 +712,18 @@ class _Reader:
                     for u in site.upstream
                     if u in rows
                 )
+                hint = "".join(
+                    f" If plate '{plate}' of '{u}' is that of the rows, take '{u}' out "
+                    "of it: its `size` gives each row a cluster."
+                    for u in site.upstream
+                    if u in rows and len(sites[u].shape) == 2
+                    for plate in sites[u].plates
+                    if len(set(sites[u].shape)) == 1
+                )
                 raise NotRecognised(
                     f"The value of observed site '{site.name}' has shape {site.shape}, "
                     f"but its distribution has shape {site.fn_shape}; it is indexed by "
-                    f"partition site {by}."
+                    f"partition site {by}.{hint}"
                 )
 
     def _check_discrete(

@@ -88,12 +88,10 @@ class Skeleton:
     """
     - **sites** - sample sites by name, in the order of the model.
     - **deterministic** - names of the deterministic sites.
-    - **subsampled** - names of plates that take a subsample.
     """
 
     sites: dict[str, Site]
     deterministic: tuple[str, ...]
-    subsampled: tuple[str, ...]
 
 
 def peel(fn: dist.Distribution) -> dist.Distribution:
@@ -158,7 +156,23 @@ def run_trace(
         ]
         where = f"after its sites {', '.join(seen)}" if seen else "before any site"
         error.add_note(f"The model raised this {where}.")
+        # NumPy cannot be indexed by the rows of a subsample, which are drawn.
+        _refuse_subsamples(tracer.trace, error)
         raise
+
+
+def _refuse_subsamples(
+    trace: Mapping[str, Any], cause: Exception | None = None
+) -> None:
+    for name, site in trace.items():
+        if site["type"] != "plate":
+            continue
+        size, subsample_size = site["args"]
+        if subsample_size is not None and subsample_size != size:
+            raise NotRecognised(
+                f"Plate '{name}' takes a subsample (`subsample_size`). Subsample "
+                "annealing keeps its own subsample; give the plate its full size."
+            ) from cause
 
 
 def at_unconstrained(
@@ -194,7 +208,7 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
     found = []
 
     def read():
-        sites, deterministic, subsampled = {}, [], []
+        sites, deterministic = {}, []
         named = set()
 
         def pick(site):
@@ -202,7 +216,9 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
                 named.add(site["name"])
             return feasible(site)
 
-        for name, site in run_trace(model, args, kwargs, pick).items():
+        trace = run_trace(model, args, kwargs, pick)
+        _refuse_subsamples(trace)
+        for name, site in trace.items():
             # NumPyro forgets a sample site when a later site of another type has its
             # name.
             if site["type"] != "sample" and name in named:
@@ -211,18 +227,16 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
                     "name. Rename one of them."
                 )
             if site["type"] == "plate":
-                size, subsample_size = site["args"]
+                size, _ = site["args"]
                 if isinstance(size, float):
                     raise NotRecognised(
                         f"Plate '{name}' has size {size}; it must be an integer."
                     )
-                if subsample_size is not None and subsample_size != size:
-                    subsampled.append(name)
             elif site["type"] == "deterministic":
                 deterministic.append(name)
             elif site["type"] == "sample":
                 sites[name] = _site(name, site)
-        found.append((sites, deterministic, tuple(subsampled)))
+        found.append((sites, deterministic))
 
     try:
         jax.eval_shape(read)
@@ -240,8 +254,8 @@ def read_skeleton(model: Model, args: Args, kwargs: Kwargs) -> Skeleton:
         if site is None:
             raise
         raise NotRecognised(partial_mask_message(site)) from error
-    sites, deterministic, subsampled = found[0]
-    return _with_dependencies(model, args, kwargs, sites, deterministic, subsampled)
+    sites, deterministic = found[0]
+    return _with_dependencies(model, args, kwargs, sites, deterministic)
 
 
 def partial_mask_message(name: str) -> str:
@@ -286,7 +300,7 @@ def _site(name: str, site: dict) -> Site:
     )
 
 
-def _with_dependencies(model, args, kwargs, sites, deterministic, subsampled):
+def _with_dependencies(model, args, kwargs, sites, deterministic):
     def parameters(**values):
         def pick(site):
             return values.get(site["name"]) if site["type"] == "sample" else None
@@ -318,7 +332,7 @@ def _with_dependencies(model, args, kwargs, sites, deterministic, subsampled):
         )
         for name, site in sites.items()
     }
-    return Skeleton(sites, tuple(deterministic), subsampled)
+    return Skeleton(sites, tuple(deterministic))
 
 
 def _empty_plate(error: AssertionError) -> str | None:

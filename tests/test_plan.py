@@ -427,6 +427,20 @@ def subsampled(x):
         numpyro.sample("x", dist.Normal(loc[zs], jnp.sqrt(var[zs])), obs=x[index])
 
 
+def observed_partition(x):
+    prior = ChineseRestaurantProcess(1.0, size=len(x))
+    z = numpyro.sample("z", prior, obs=jnp.zeros(len(x), jnp.int32))
+    loc, var = normal_prior()
+    numpyro.sample("x", dist.Normal(loc[z], jnp.sqrt(var[z])), obs=x)
+
+
+def partition_in_a_plate_of_rows(x):
+    with numpyro.plate("all", len(x)):
+        z = crp(x)
+    loc, var = normal_prior((K, x.shape[1]))
+    numpyro.sample("x", dist.Normal(loc[z], jnp.sqrt(var[z])), obs=x)
+
+
 def masked(x):
     z = crp(x)
     loc, var = normal_prior()
@@ -704,7 +718,17 @@ REFUSED = {
     "subsample of a NumPy array": (
         subsampled,
         (X1,),
-        ["jnp.asarray(x)[index]", "plate"],
+        ["'rows'", "subsample_size", "full size"],
+    ),
+    "observed partition": (
+        observed_partition,
+        (X1,),
+        ["'z' is observed", "Leave out its `obs`", "init_params={'z': ...}"],
+    ),
+    "partition in a plate of rows": (
+        partition_in_a_plate_of_rows,
+        (X2,),
+        ["'x'", "'z' of shape (6, 6)", "plate 'all'", "take 'z' out of it"],
     ),
     # Shapes.
     "half a cluster": (one_column(num_clusters=2.5), (X1,), ["'clusters'", "2.5"]),
