@@ -377,7 +377,8 @@ class Posterior:
         for name, index in columns.items():
             if name not in masks:
                 raise ValueError(
-                    f"There is no observed site '{name}'; there are {list(masks)}."
+                    f"There is no observed site '{name}'; there are {list(masks)}. "
+                    f"Where a column of a DataFrame is, `Table.sites({name!r})` says."
                 )
             try:
                 masks[name][... if index is True else index] = True

@@ -1213,7 +1213,7 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
     wrong = np.array([[0, 1], [np.inf, 0]], np.float32)
     refused(lambda: ask(wrong, CODES[:2]), "Column 0", "'x'", "inf", "row 1")
     args = NEW_REAL, NEW_CODES
-    refused(lambda: ask(*args, columns="y"), "'y'", "['x', 'c']")
+    refused(lambda: ask(*args, columns="y"), "'y'", "['x', 'c']", "`Table.sites('y')`")
     # Of no consequence without views, but it must not be misspelt.
     for question in (fitted().similarity, fitted().point_partition):
         refused(lambda q=question: q(columns="y"), "'y'", "['x', 'c']")
