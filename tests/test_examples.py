@@ -66,7 +66,7 @@ def run_script(monkeypatch, tmp_path, capsys):
         monkeypatch.syspath_prepend(str(path.parent))
         monkeypatch.chdir(tmp_path)
         with warnings.catch_warnings():
-            warnings.simplefilter("default")
+            warnings.simplefilter("ignore")
             runpy.run_path(str(path), run_name="__main__")
         return capsys.readouterr().out
 

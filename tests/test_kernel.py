@@ -491,6 +491,9 @@ def test_keyword_arguments_only(finished):
     assert_same(finished.get_samples(), mcmc.get_samples())
 
 
+@pytest.mark.parametrize(
+    "any_chains", ["sequential", "parallel", "vectorized"], indirect=True
+)
 def test_none_is_an_argument_like_others(any_chains):
     # With the same moves: what is the same program is compiled once.
     method = any_chains.chain_method
@@ -719,8 +722,9 @@ def too_small():
 
 @pytest.mark.filterwarnings("ignore:\\s*ArviZ is undergoing:FutureWarning")
 @pytest.mark.parametrize("read", [Posterior.from_mcmc, to_arviz])
-def test_the_capacity_is_warned_of_where_draws_are_read(too_small, read):
-    mcmc = copy.deepcopy(too_small)  # it is warned of once
+def test_the_capacity_is_warned_of_where_draws_are_read(too_small, read, monkeypatch):
+    mcmc = too_small
+    monkeypatch.setattr(mcmc.sampler, "_warned", False)  # as when its run has ended
     assert int(mcmc.last_state.capacity_reached) > 0
     with pytest.warns(UserWarning, match="All 2 clusters.*larger"):
         read(mcmc)
