@@ -326,7 +326,7 @@ def test_a_composite_with_nuts_follows_the_posterior(first):
         (short_nuts(continuous_model), None),
     ]
     kernel = Gibbs(blocks if first == "ours" else blocks[::-1])
-    draws = run(kernel, 3, num_chains=150, num_warmup=100, method=jax.vmap, thinning=20)
+    draws = run(kernel, 3, num_chains=150, num_warmup=100, method=jax.vmap, thinning=12)
     assert_continuous(draws)
 
 
