@@ -483,7 +483,7 @@ def test_float64_is_exact_to_rounding():
 
 
 # False-alarm rate 1e-4 for each prior, 1.3e-3 for all of them.
-@pytest.mark.quickly_compiled(level=1)  # half of the time is that of running
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_sampled_partitions_have_their_probabilities(i):
     prior, log_eppf = nth_prior(i, 5)

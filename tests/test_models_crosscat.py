@@ -58,8 +58,6 @@ def test_no_key_is_used_twice(model, num_chains):
     """JAX looks for it in the program, which need not be compiled for that."""
     x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
     key = random.key(0) if num_chains is None else random.split(random.key(0), 2)
-    # Of one chain at two widths, of two at one.
-    model = model if num_chains is None else partial(model, num_clusters=8)
     kernel = SubsampleAnnealedGibbs(model)
     with jax.debug_key_reuse(True):
         state = kernel.init(key, 5, None, (x,), {})
