@@ -94,7 +94,7 @@ def product_log_eppf(counts, concentration, discount):
     rising = np.concatenate([[0.0], rising])
     opened = np.log(concentration + discount * np.arange(1, len(counts)))
     total = np.log(concentration + np.arange(1, num_rows))
-    return math.fsum([*opened, *rising[counts - 1], *-total])
+    return math.fsum(np.concatenate([opened, rising[counts - 1], -total]).tolist())
 
 
 def exact_mean_clusters(num_rows, concentration, discount):

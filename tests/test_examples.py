@@ -5,7 +5,7 @@
 
 import os
 from pathlib import Path
-import subprocess
+import runpy
 import sys
 import warnings
 
@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from numpyro_subanneal.compiling import quick_options
+
+# Most of the time is that of compiling.
+pytestmark = pytest.mark.quickly_compiled
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # NB: the tour collects its warm-up. Of one chain, and as long as the run that follows,
@@ -43,27 +46,43 @@ def test_every_example_is_run():
     assert found - {"benchmarks/scoring.py"} == set(ARGUMENTS)
 
 
+@pytest.fixture
+def run_script(monkeypatch, tmp_path, capsys):
+    """
+    Runs a script as `python` does, returns what it prints. In this process: to import
+    all again takes longer than some of them.
+    """
+
+    def run(path, *args):
+        # For the processes that some of them start.
+        quickly = [f"--{name}={value}" for name, value in quick_options().items()]
+        flags = " ".join([os.environ["XLA_FLAGS"], *quickly])
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        # No progress bar: programs that report to one are not found again.
+        monkeypatch.setenv("CI", "1")
+        monkeypatch.setenv("MPLBACKEND", "Agg")
+        monkeypatch.setattr(sys, "argv", [str(path), *args])
+        monkeypatch.syspath_prepend(str(path.parent))
+        monkeypatch.chdir(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    # Two of the scripts have one name.
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_example_runs(name, tmp_path):
-    # Most of the time is that of compiling.
-    quickly = [f"--{name}={value}" for name, value in quick_options().items()]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *ARGUMENTS[name].split()],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *quickly]),
-            # No progress bar: programs that report to one are not found again.
-            "CI": "1",
-        },
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+def test_example_runs(name, run_script, tmp_path):
+    shown = run_script(EXAMPLES / name, *ARGUMENTS[name].split())
     if name == "quickstart.py":
         for words in ("num_clusters", "log_joint", "r_hat", "Adelie", "Rand"):
-            assert words in done.stdout
+            assert words in shown
         assert (tmp_path / "quickstart.png").stat().st_size > 10_000
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # ArviZ announces its 1.0
@@ -73,31 +92,31 @@ def test_example_runs(name, tmp_path):
         assert "num_clusters" in idata.sample_stats
     elif name == "crosscat.py":
         for words in ("19 cells are missing", "num_views", "r_hat", "view 0: "):
-            assert words in done.stdout
+            assert words in shown
         for figure in ("crosscat_dependence.png", "crosscat_table.png"):
             assert (tmp_path / "output" / figure).stat().st_size > 10_000
     elif name == "tour.py":
         for words in ("Convergence", "Hidden cells", "surprising", "Gentoo penguin"):
-            assert words in done.stdout
+            assert words in shown
         figures = list((tmp_path / "output").glob("tour_*.png"))
         assert len(figures) == 5
         assert all(figure.stat().st_size > 10_000 for figure in figures)
     elif name == "benchmarks/posterior.py":
-        assert "nats a row" in done.stdout and "MB" in done.stdout
+        assert "nats a row" in shown and "MB" in shown
     elif name == "benchmarks/crosscat.py":
-        assert "anneal" in done.stdout and "of 1" in done.stdout
+        assert "anneal" in shown and "of 1" in shown
     elif name == "benchmarks/row_moves.py":
-        assert "us/move" in done.stdout
+        assert "us/move" in shown
     elif name == "benchmarks/split_merge.py":
-        assert "shortfall" in done.stdout and "neither" in done.stdout
+        assert "shortfall" in shown and "neither" in shown
     elif name == "benchmarks/versus.py":
-        assert "ours" in done.stdout and "planted partition scores" in done.stdout
+        assert "ours" in shown and "planted partition scores" in shown
         assert (tmp_path / "versus.png").stat().st_size > 10_000
     elif name == "benchmarks/hyperparameters.py":
-        assert done.stdout.count("update") == 2
+        assert shown.count("update") == 2
     else:
-        assert "SubsampleAnnealedGibbs alone: Parameter `scale`" in done.stdout
-        assert "slope" in done.stdout
+        assert "SubsampleAnnealedGibbs alone: Parameter `scale`" in shown
+        assert "slope" in shown
 
 
 def test_scores_are_predictive_densities(monkeypatch):

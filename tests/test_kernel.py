@@ -38,6 +38,7 @@ from numpyro_subanneal import (
     rows,
     testing,
 )
+from numpyro_subanneal.compiling import quick_options
 from numpyro_subanneal.inference_data import to_arviz
 
 # Nearly all of the time is that of compiling.
@@ -262,8 +263,11 @@ def test_sample_before_init_says_so():
     scope="module", params=["sequential", "parallel", "vectorized", jax.vmap]
 )
 def any_chains(request):
-    # With all moves.
+    # With all moves, but for chains in sequence, each of which is one chain: those are
+    # run with all moves below, of few rows.
     assert jax.local_device_count() >= 2, "see conftest.py"
+    if request.param == "sequential":
+        return request.getfixturevalue("chains")
     kernel = SubsampleAnnealedGibbs(mixture)
     return run(X, kernel=kernel, num_chains=2, chain_method=request.param)
 
@@ -487,11 +491,15 @@ def test_keyword_arguments_only(finished):
     assert_same(finished.get_samples(), mcmc.get_samples())
 
 
-@pytest.mark.parametrize("method", ["sequential", "parallel", "vectorized"])
-def test_none_is_an_argument_like_others(method):
-    options = {"num_chains": 2, "chain_method": method}
-    with_none = run(X, None, model=or_none, **options)
-    assert_same(run(X, **options).get_samples(), with_none.get_samples())
+@pytest.mark.parametrize(
+    "any_chains", ["sequential", "parallel", "vectorized"], indirect=True
+)
+def test_none_is_an_argument_like_others(any_chains):
+    # With the same moves: what is the same program is compiled once.
+    method = any_chains.chain_method
+    moves = row_moves if method == "sequential" else SubsampleAnnealedGibbs
+    with_none = run(X, None, kernel=moves(or_none), num_chains=2, chain_method=method)
+    assert_same(any_chains.get_samples(), with_none.get_samples())
 
 
 def test_dict_of_columns_and_none_as_arguments_of_the_program():
@@ -706,12 +714,17 @@ def test_the_capacity_is_shown_and_warned_of_once(finished):
         assert "capacity reached in 3 moves" in text
 
 
+@pytest.fixture(scope="module")
+def too_small():
+    """Five rows far apart and two clusters, without a progress bar."""
+    return run(100 * jnp.arange(5.0)[:, None], 2)
+
+
 @pytest.mark.filterwarnings("ignore:\\s*ArviZ is undergoing:FutureWarning")
 @pytest.mark.parametrize("read", [Posterior.from_mcmc, to_arviz])
-def test_the_capacity_is_warned_of_where_draws_are_read(read):
-    # Five rows far apart and two clusters, without a progress bar.
-    x = 100 * jnp.arange(5.0)[:, None]
-    mcmc = run(x, 2, kernel=SubsampleAnnealedGibbs(mixture))
+def test_the_capacity_is_warned_of_where_draws_are_read(too_small, read, monkeypatch):
+    mcmc = too_small
+    monkeypatch.setattr(mcmc.sampler, "_warned", False)  # as when its run has ended
     assert int(mcmc.last_state.capacity_reached) > 0
     with pytest.warns(UserWarning, match="All 2 clusters.*larger"):
         read(mcmc)
@@ -823,9 +836,12 @@ for name in sorted(samples):
 def fresh_process():
     here = os.path.dirname(__file__)
     path = os.pathsep.join([os.path.dirname(here), here])
+    # As the marker does here.
+    quickly = [f"--{name}={value}" for name, value in quick_options().items()]
+    flags = " ".join([os.environ["XLA_FLAGS"], *quickly])
     done = subprocess.run(
         [sys.executable, "-c", FRESH],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=300,
@@ -838,9 +854,8 @@ def test_nothing_is_computed_at_import(fresh_process):
     assert ["live", "0"] in fresh_process
 
 
-@pytest.mark.quickly_compiled(False)  # as it is there
-def test_draws_are_bitwise_the_same_in_a_fresh_process(fresh_process):
+def test_draws_are_bitwise_the_same_in_a_fresh_process(finished, fresh_process):
     hashes = {line[1]: line[2] for line in fresh_process if line[0] == "hash"}
-    for name, value in run(X).get_samples().items():
+    for name, value in finished.get_samples().items():
         value = np.ascontiguousarray(value)
         assert hashes[name] == hashlib.sha256(value).hexdigest(), name

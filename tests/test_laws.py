@@ -218,17 +218,26 @@ OF_LIKELIHOODS = {
     "marginal is the mean likelihood",
     "predictive has mass one",
 }
-assert OF_LIKELIHOODS < set(CONJUGATE_LAWS)
+# Those of the prior too. Forms by precision share all else with those by variance:
+# `test_forms_by_precision_make_the_moves_of_those_by_variance`.
+OF_PRIORS = OF_LIKELIHOODS | {"draws follow the posterior"}
+assert OF_PRIORS < set(CONJUGATE_LAWS)
+
+
+def laws_of(name):
+    if name.endswith("Logits"):
+        return OF_LIKELIHOODS
+    return OF_PRIORS if name in ("NormalGamma", "LogNormalGamma") else CONJUGATE_LAWS
 
 
 # Laws one after the other for each pair: what a pair has compiled is used by them all.
 @pytest.mark.parametrize(
     "name, law",
     [
-        (type(pair).__name__, law)
-        for pair in PAIRS
+        (name, law)
+        for name in (type(pair).__name__ for pair in PAIRS)
         for law in CONJUGATE_LAWS
-        if law in OF_LIKELIHOODS or not type(pair).__name__.endswith("Logits")
+        if law in laws_of(name)
     ],
 )
 def test_law(name, law):

@@ -363,29 +363,27 @@ def normal_model(x, capacity=3):
             numpyro.sample("x", dist.Normal(loc[z], jnp.sqrt(var[z])), obs=x)
 
 
-class Running:
-    """A cluster's predictive, updated row by row, in float64."""
-
-    def __init__(self, x):
-        self.n, self.sum, self.square = 0, np.zeros(2), np.zeros(2)
-        self.add(x)
-
-    def add(self, x):
-        self.n, self.sum, self.square = self.n + 1, self.sum + x, self.square + x**2
-
-    def log_weight(self, x):
-        kappa, a = 0.5 + self.n, 2.0 + self.n / 2
-        mean = self.sum / kappa
-        b = 1.0 + (self.square - kappa * mean**2) / 2
-        scale2 = b * (kappa + 1) / (a * kappa)
-        y = (x - mean) ** 2 / (2 * a * scale2)
-        each = (
-            special.gammaln(a + 0.5)
-            - special.gammaln(a)
-            - 0.5 * np.log(2 * np.pi * a * scale2)
-            - (a + 0.5) * np.log1p(y)
-        )
-        return each.sum() + np.log(self.n - 0.2)
+def log_weights(x, rows):
+    """
+    Of each row of `x`, in float64: log weight of a cluster of those before it among
+    `rows`, which include the first.
+    """
+    data = np.where(rows[:, None], x, 0.0)
+    n = (np.cumsum(rows) - rows)[:, None]
+    total, square = (np.cumsum(v, 0) - v for v in (data, data**2))
+    kappa, a = 0.5 + n, 2.0 + n / 2
+    mean = total / kappa
+    b = 1.0 + (square - kappa * mean**2) / 2
+    scale2 = b * (kappa + 1) / (a * kappa)
+    y = (x - mean) ** 2 / (2 * a * scale2)
+    each = (
+        special.gammaln(a + 0.5)
+        - special.gammaln(a)
+        - 0.5 * np.log(2 * np.pi * a * scale2)
+        - (a + 0.5) * np.log1p(y)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return each.sum(1) + np.log(n[:, 0] - 0.2)
 
 
 @pytest.mark.quickly_compiled(False)
@@ -414,20 +412,15 @@ def test_ratio_of_a_merge_of_many_rows_is_right_to_rounding():
         )[2]
 
     found = float(ratio(jnp.asarray(z)))
-    data = x.astype(np.float64)
-    first, second = data[order[i]], data[order[j]]
-    apart, whole = [Running(first), Running(second)], Running(first)
-    expected = new_cluster_log_weight(second) - whole.log_weight(second)
-    whole.add(second)
-    for p in range(MANY):
-        if p in (i, j):
-            continue
-        row = data[order[p]]
-        weights = np.array([c.log_weight(row) for c in apart])
-        # The probability of the allocation cancels with that of the data in it.
-        expected += special.logsumexp(weights) - whole.log_weight(row)
-        apart[z[order[p]]].add(row)
-        whole.add(row)
+    # The rows i and j first: they are where they are.
+    order = np.concatenate([order[[i, j]], np.delete(order, [i, j])])
+    data, side = x[order].astype(np.float64), z[order]
+    assert side[:2].tolist() == [0, 1]
+    apart = np.stack([log_weights(data, side == k) for k in range(2)], 1)
+    whole = log_weights(data, np.ones(MANY, bool))
+    # The probability of the allocation cancels with that of the data in it.
+    each = special.logsumexp(apart[2:], axis=1) - whole[2:]
+    expected = new_cluster_log_weight(data[1]) - whole[1] + each.sum()
     print(found, expected)
     assert abs(found - expected) < 0.05
 
