@@ -407,7 +407,7 @@ class Posterior:
         with numpyro.validation_enabled(False), handlers.block():
             try:
                 sites = read_skeleton(self._model, args, kwargs).sites
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, IndexError) as error:
                 raise ValueError(
                     f"The model cannot be called with these arguments ({error}). Give "
                     "those of the training, with a table of new rows, at least one, of "
@@ -440,6 +440,14 @@ class Posterior:
                         f"{new.shape[1:]}; those of the training table have "
                         f"{own.feature_shape + own.event_shape}."
                     )
+                for _, name in own.roles:
+                    clusters = sites[name].shape[:1] if name in sites else ()
+                    if clusters not in ((), (plan.capacity,)):
+                        raise ValueError(
+                            f"With these arguments site '{name}' has {clusters[0]} "
+                            f"clusters, where it had {plan.capacity} in the training. "
+                            "Give sizes, such as `num_clusters`, as they were there."
+                        )
             new_plan = replace(plan, partitions=tuple(found))
             values = {s.name: jnp.asarray(self._draws[s.name][0]) for s in plan.hyper}
             components = reading.read(

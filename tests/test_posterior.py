@@ -1209,6 +1209,14 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
     wrong = np.zeros((2, 3), np.float32)
     refused(lambda: ask(wrong, CODES[:2]), "'x' of shape (rows, 2)", "(2, 3)")
     refused(lambda: ask(REAL[:0], CODES[:0]), "at least one")
+    refused(lambda: ask(REAL[0], CODES[:1]), "'x' have shape ()", "(2,)")
+    refused(lambda: in_views().log_density(VIEWED[0]), "ndices", "table of new rows")
+    refused(
+        lambda: ask(REAL[:2], CODES[:2], num_clusters=6),
+        "has 6 clusters",
+        "had 5 in the training",
+        "`num_clusters`",
+    )
     refused(lambda: ask(REAL[:2], np.array([0, 7])), "'c'", "7", "row 1", "0..2")
     wrong = np.array([[0, 1], [np.inf, 0]], np.float32)
     refused(lambda: ask(wrong, CODES[:2]), "Column 0", "'x'", "inf", "row 1")
