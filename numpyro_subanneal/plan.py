@@ -707,23 +707,19 @@ class _Reader:
             if site.shape != site.fn_shape:
                 if site.masked and site.event_dim > 0:
                     raise NotRecognised(partial_mask_message(site.name))
-                by = " and ".join(
-                    f"'{u}' of shape {sites[u].shape}"
-                    for u in site.upstream
-                    if u in rows
-                )
+                by = [sites[u] for u in site.upstream if u in rows]
                 hint = "".join(
-                    f" If plate '{plate}' of '{u}' is that of the rows, take '{u}' out "
-                    "of it: its `size` gives each row a cluster."
-                    for u in site.upstream
-                    if u in rows and len(sites[u].shape) == 2
-                    for plate in sites[u].plates
-                    if len(set(sites[u].shape)) == 1
+                    f" If plate '{plate}' of '{u.name}' is that of the rows, take "
+                    f"'{u.name}' out of it: its `size` gives each row a cluster."
+                    for u in by
+                    if u.shape == (num_rows, num_rows)
+                    for plate in u.plates
                 )
+                shapes = " and ".join(f"'{u.name}' of shape {u.shape}" for u in by)
                 raise NotRecognised(
                     f"The value of observed site '{site.name}' has shape {site.shape}, "
                     f"but its distribution has shape {site.fn_shape}; it is indexed by "
-                    f"partition site {by}.{hint}"
+                    f"partition site {shapes}.{hint}"
                 )
 
     def _check_discrete(
