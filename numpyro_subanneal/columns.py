@@ -63,7 +63,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 import numpy as np
@@ -201,7 +201,7 @@ def move_features(
     """
     capacity = clusters.counts.shape[-1]
     scene = _Scene(prior, feature_priors, components, subsample, layout, capacity)
-    key_vacant, *move_keys = random.split(rng_key, 5)
+    key_vacant, *move_keys = variates.split(rng_key, 5)
     occupied = layout.num_features(clusters.labels) > 0
     z, drawn, usable = draw_vacant(
         key_vacant, prior, clusters.z, subsample, capacity, ~occupied
@@ -512,7 +512,7 @@ def _guided(num_guided, rng_key, scene, site, state):
     offset = layout.offsets[site]
 
     def propose(i, state):
-        key_choice, key_rows, key_gibbs = random.split(fold_in(rng_key, i), 3)
+        key_choice, key_rows, key_gibbs = variates.split(fold_in(rng_key, i), 3)
         bits = variates.bits(key_choice, (3,))
         labels, fit = state.labels[site], state.fit[site]
         e = below(bits[0], num)
@@ -635,7 +635,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
 
         def run_round(r, carry):
             side, log_q, log_z, _ = carry
-            key_rows, key_share = random.split(fold_in(key_rounds, r))
+            key_rows, key_share = variates.split(fold_in(key_rounds, r))
             seats = jnp.where(split == (r == reverse), united, side)
             seats = jnp.where(r < reverse, side, seats)
             imputed = _impute(

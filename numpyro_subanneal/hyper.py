@@ -33,7 +33,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 
-from numpyro_subanneal import rows
+from numpyro_subanneal import rows, variates
 from numpyro_subanneal.compiling import compile_for, hoist
 from numpyro_subanneal.grid import Grid, log_prob_at
 from numpyro_subanneal.reading import (
@@ -278,7 +278,7 @@ def update(
     ]
     rounds = _rounds(alone)
     num = len(rounds) + len(left) - len(alone)
-    keys = iter(random.split(rng_key, max(1, num)))
+    keys = iter(variates.split(rng_key, max(1, num)))
     for chains in rounds:
         values |= _enumerate_chains(next(keys), target, chains, values)
     done = {site.name for site in alone}
@@ -774,12 +774,16 @@ def slice_sample(
 
     1. *Slice Sampling*, R. M. Neal (2003)
     """
-    key_level, key_place, key_share, key_tries = random.split(rng_key, 4)
+    key_level, key_place, key_share, key_tries = variates.split(rng_key, 4)
     dtype = x.dtype
-    fall = random.exponential(key_level, x.shape, dtype)
-    left = x - _WIDTH * random.uniform(key_place, x.shape, dtype)
+
+    def uniform(rng_key):
+        return variates.open_uniform(rng_key, x.shape).astype(dtype)
+
+    fall = -jnp.log(uniform(key_level))
+    left = x - _WIDTH * uniform(key_place)
     # At most so many steps in all, shared out at random, which keeps it reversible.
-    steps_left = jnp.floor(_MOST_STEPS * random.uniform(key_share, x.shape, dtype))
+    steps_left = jnp.floor(_MOST_STEPS * uniform(key_share))
 
     # Each variable goes through its phases on its own. NB: one loop, so that the
     # density, which may be long, is compiled once.
@@ -816,7 +820,7 @@ def slice_sample(
         # No step is left on this side.
         phase = jnp.where((phase == _LEFT) & (steps_left <= 0), _RIGHT, phase)
         phase = jnp.where((phase == _RIGHT) & (steps_right <= 0), _SHRINK, phase)
-        u = random.uniform(fold_in(key_tries, slices.i), x.shape, dtype)
+        u = uniform(fold_in(key_tries, slices.i))
         point = jnp.select(
             [phase == _LEFT, phase == _RIGHT, phase == _SHRINK],
             [left, right, left + u * (right - left)],

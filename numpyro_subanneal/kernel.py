@@ -22,7 +22,7 @@ from numpyro.util import identity, is_prng_key
 
 from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
-from numpyro_subanneal import reading, rows
+from numpyro_subanneal import reading, rows, variates
 from numpyro_subanneal.columns import FeatureMoves, FeatureRecord, move_features
 from numpyro_subanneal.compiling import compile_for, quick_options
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
@@ -656,7 +656,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
     def _init_one(self, rebuild, composite, rng_key, given, steps, arrays):
         plan = self._plan
         args, kwargs = rebuild(arrays)
-        rng_key, key_partition, key_values, key_hyper, key_order = random.split(
+        rng_key, key_partition, key_values, key_hyper, key_order = variates.split(
             rng_key, 5
         )
         values = reading.first_values(key_values, plan, self._model, args, kwargs)
@@ -712,7 +712,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             capacity_reached=misfits,
             # Splits are proposed in this order, which is that of the table in nothing.
             order=jnp.argsort(
-                2.0 * ~is_in + random.uniform(key_order, is_in.shape)
+                2.0 * ~is_in + variates.open_uniform(key_order, is_in.shape)
             ).astype(jnp.int32),
             added=jnp.asarray(steps.added),
             churned=jnp.asarray(steps.churned),
@@ -745,7 +745,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         labels, columns = [], []
         misfits = jnp.zeros((), jnp.int32)
         for i, (p, size) in enumerate(zip(plan.partitions, layout.sizes, strict=True)):
-            key_z, key_view = random.split(random.fold_in(rng_key, i))
+            key_z, key_view = variates.split(variates.fold_in(rng_key, i))
             view = jnp.zeros(p.num_elements, jnp.int32)
             if p.features in given:
                 view = given[p.features]
@@ -758,7 +758,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
                 z = given[p.name].reshape(z.shape)
             elif is_drawn:
                 z = jax.vmap(lambda prior, key: prior.sample(key))(
-                    read.prior.priors[i], random.split(key_z, size)
+                    read.prior.priors[i], variates.split(key_z, size)
                 ).astype(jnp.int32)
             columns.append(z.T)
         z = jnp.concatenate(columns, 1)
@@ -809,7 +809,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         composite = GIBBS_SITES_KWARG in kwargs
         num_blocks = len(plan.blocks)
         rng_key, key_moves, key_rest, key_weights, key_imputed, *keys, key_vacant = (
-            random.split(state.rng_key, 6 + num_blocks)
+            variates.split(state.rng_key, 6 + num_blocks)
         )
         hyper = {site.name: state.z[site.name] for site in plan.hyper}
 
@@ -828,7 +828,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         if self._hyper is not None and per_view:
             # Such a kernel, once adapted, does not treat all views alike. To start each
             # step at labels that mean something would not be exact.
-            rng_key, key_views = random.split(rng_key)
+            rng_key, key_views = variates.split(rng_key)
             start = rows.Clusters(z, jnp.zeros((z.shape[1], 1), jnp.int32), (), labels)
             start, hyper, hyper_state = self._relabel_views(
                 start, hyper, hyper_state, key_views
@@ -944,8 +944,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         def once(i, carry, rng_key, components, subsample):
             values, clusters, (split_merge, feature_moves) = carry
             # NB: JAX takes a key for used again in a loop of at most one iteration.
-            own = random.fold_in(rng_key, i)
-            key_vacant, key_features, key_split = random.split(own, 3)
+            own = variates.fold_in(rng_key, i)
+            key_vacant, key_features, key_split = variates.split(own, 3)
             hyper = self._redraw(key_vacant, args, kwargs, values[0], clusters)
             values = (hyper, *values[1:])
             found = read(values, components)
@@ -1008,7 +1008,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             if p.features is not None:
                 order = first_appearance(labels[i], size)
                 if rng_key is not None:
-                    key = random.fold_in(rng_key, i)
+                    key = variates.fold_in(rng_key, i)
                     order = random.permutation(key, every)
                 place = jnp.zeros(size, jnp.int32).at[order].set(every)
                 labels[i] = place[labels[i]]
@@ -1055,7 +1055,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
 
         def turn(rng_key, values, components, clusters):
             def once(i, values):
-                key = random.fold_in(rng_key, i)
+                key = variates.fold_in(rng_key, i)
                 return update(key, values, components, clusters)
 
             if self._num_hyper_updates == 1:

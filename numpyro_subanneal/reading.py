@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax import random
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
 
+from numpyro_subanneal import variates
 from numpyro_subanneal.conjugate.base import (
     AbstractBlock,
     AbstractConjugatePair,
@@ -299,8 +299,9 @@ def first_values(
         return {}
     # NB: one draw for all sites, since each would be compiled.
     sizes = [int(np.prod(site.shape, dtype=int)) for site in plan.hyper]
-    rng_key, key = random.split(rng_key)
-    noise = jnp.split(random.uniform(key, (sum(sizes),)), np.cumsum(sizes)[:-1])
+    rng_key, key = variates.split(rng_key)
+    u = variates.open_uniform(key, (sum(sizes),))
+    noise = jnp.split(u, np.cumsum(sizes)[:-1])
     noise = {site.name: u for site, u in zip(plan.hyper, noise, strict=True)}
     finite = {site.name: site.shape for site in plan.hyper if site.finite}
 

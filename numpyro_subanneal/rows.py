@@ -25,6 +25,7 @@ from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_subanneal import variates
 from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import AbstractBlock, ByView, Observed
 from numpyro_subanneal.distributions import PartitionDistribution
@@ -239,7 +240,7 @@ def run_step(
 
     def run_chunk(carry):
         clusters, values, subsample, churn, since, refused, record, rng_key = carry
-        rng_key, key_churn, key_moves, key_turn, key_jump = random.split(rng_key, 5)
+        rng_key, key_churn, key_moves, key_turn, key_jump = variates.split(rng_key, 5)
         most = jnp.int32(chunk)
         if turns:
             most = jnp.clip(subsample.size - since, 1, most)
@@ -342,7 +343,7 @@ def _run_moves(
     if layout is not None:
         rungs = [(views, width) for views in layout.widths for width in ladder]
         views_needed = over_chains(layout.most_occupied(clusters.labels))
-        view_rung = jnp.searchsorted(jnp.asarray(layout.widths), views_needed)
+        view_rung = _rung(layout.widths, views_needed)
         seats = {v: layout.seats(clusters.labels, v) for v in layout.widths}
     # Noise is made by the view and the clusters that it is for, so that a chain's does
     # not depend on the rung, which vectorized chains share, nor on when that changed.
@@ -353,7 +354,7 @@ def _run_moves(
         own[: len(blocks)] = blocks
     piece = min(_NOISE_MOVES, chunk)
     num_pieces = -(-chunk // piece)
-    pieces = over_chains(-(-moves.count // piece))
+    pieces = over_chains(lax.div(moves.count + (piece - 1), jnp.int32(piece)))
 
     def unfinished(carry):
         position = carry[0]
@@ -365,22 +366,21 @@ def _run_moves(
         position, clusters, refused, noise = carry
         if layout is None:
             needed = over_chains(_room(clusters.counts))
-            rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
+            rung = _rung(ladder, needed)
         else:
             whole = seats[layout.widths[-1]]
             room = jax.vmap(_room)(clusters.counts[whole.active])
             needed = over_chains(jnp.max(jnp.where(whole.occupied, room, 0)))
-            rung = jnp.searchsorted(jnp.asarray(ladder[:-1]), needed)
-            rung = view_rung * len(ladder) + rung
+            rung = view_rung * len(ladder) + _rung(ladder, needed)
 
         def fill(i, noise):
-            block, place = i // pieces, i % pieces
+            block, place = lax.div(i, pieces), lax.rem(i, pieces)
             number = jnp.asarray(numbers)[rung, block] * num_pieces + place
             part = gumbel(fold_in(rng_key, number), (1, piece, _NOISE))
             start = (block, place * piece, jnp.zeros_like(place))
             return lax.dynamic_update_slice(noise, part, start)
 
-        used = jnp.asarray([len(blocks) for blocks in made_for])[rung]
+        used = jnp.asarray([len(b) for b in made_for], jnp.int32)[rung]
         noise = lax.fori_loop(0, used * pieces, fill, noise)
         for i, (views, width) in enumerate(rungs):
             position, clusters, refused = _run_at_width(
@@ -416,6 +416,11 @@ def _blocks_of_noise(layout: Layout | None, views: int | None, width: int) -> li
         for i in range(size)
     ]
     return [block * layout.num_views + place for place in places for block in blocks]
+
+
+def _rung(ladder: Sequence[int], needed: Array) -> Array:
+    """The first of `ladder` that is as much as `needed`, or the last."""
+    return (needed > jnp.asarray(ladder[:-1], jnp.int32)).sum(dtype=jnp.int32)
 
 
 def _room(counts: Array) -> Array:

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -68,7 +68,8 @@ class SplitMerge:
     accepted for long is tried less often; what has become of that then stays.
 
     :param int num_sequential: number of proposals by sequential allocation.
-    :param int num_restricted: number of proposals by restricted Gibbs scans.
+    :param int num_restricted: number of proposals by restricted Gibbs scans, which take
+        longer to make and to compile and seldom repay it.
     :param int num_scans: scans of these before the last one; more make better
         proposals, which cost more.
     :param float max_share: a proposal that would visit more than this share of the
@@ -83,8 +84,8 @@ class SplitMerge:
        Mixture Model*, S. Jain, R. M. Neal (2004)
     """
 
-    num_sequential: int = 4
-    num_restricted: int = 1
+    num_sequential: int = 5
+    num_restricted: int = 0
     num_scans: int = 2
     max_share: float = 0.1
 
@@ -261,9 +262,11 @@ def split_and_merge(
 
     def one(t, carry):
         clusters, lists, side, record = carry
-        key_choice, key_scan = random.split(fold_in(rng_key, t))
+        key_choice, key_scan = variates.split(fold_in(rng_key, t))
         bits = variates.bits(key_choice, (7,))
-        restricted = (first + t) % num_in_all >= options.num_sequential
+        restricted = jnp.asarray(False)
+        if _has_restricted(options):
+            restricted = (first + t) % num_in_all >= options.num_sequential
         scene = _Scene(prior, components, clusters, subsample, lists)
         # A vectorized chain with more views than another makes fewer.
         own = due & (t < num)
@@ -353,6 +356,13 @@ def split_and_merge_in_views(
     return carry
 
 
+def _has_restricted(options: SplitMerge) -> bool:
+    """Whether there may be proposals by restricted Gibbs scans. If not, nothing is
+    compiled for them."""
+    num = options.num_restricted
+    return not (isinstance(num, int | np.integer) and num == 0)
+
+
 def _link(clusters: Clusters, subsample: Subsample, due: Array) -> Lists:
     num_rows, capacity = clusters.z.shape[0], clusters.counts.shape[0]
     stop = over_chains(jnp.where(due, subsample.size, 0))
@@ -384,17 +394,20 @@ def _choose(options, bits, restricted, scene, record, due):
 
     # A row of another cluster, as its place when the clusters are laid end to end.
     others = jnp.where(slots == c, 0, counts)
-    ends = jnp.cumsum(others)
+    # NB: in two kernels, where `jnp.cumsum` and `jnp.searchsorted` are twenty, each of
+    # which takes time to compile.
+    ends = jnp.where(slots <= slots[:, None], others, 0).sum(1, dtype=jnp.int32)
     place = below(bits[2], size - own)
-    other = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)
-    other = jnp.minimum(other, capacity - 1)
+    other = jnp.minimum((ends <= place).sum(dtype=jnp.int32), capacity - 1)
     free = counts == 0
     num_free = free.sum(dtype=jnp.int32)
     # Where clusters have no labels, which slot stands for the new one is immaterial.
     labelled = isinstance(prior, LabelledPrior)
-    nth = below(bits[3], num_free) if labelled else jnp.int32(0)
-    empty = jnp.searchsorted(jnp.cumsum(free), nth + 1).astype(jnp.int32)
-    e = jnp.where(split, jnp.minimum(empty, capacity - 1), other)
+    empty = jnp.argmax(free)
+    if labelled:
+        before = (free & (slots < slots[:, None])).sum(1, dtype=jnp.int32)
+        empty = jnp.argmax(free & (before == below(bits[3], num_free)))
+    e = jnp.where(split, empty.astype(jnp.int32), other)
 
     full = split & (own > 1) & (num_free == 0)
     possible = jnp.where(split, (own > 1) & (num_free > 0), size > own)
@@ -615,7 +628,10 @@ def _share_out(options, rng_key, scene, side, proposal):
         begins = is_on(pass_) & adds & (pass_.p == first)
         three = jax.tree.map(lambda a, b: jnp.where(begins, a, b), anchors, pass_.three)
         pass_ = pass_._replace(three=three, visited=jnp.int32(0))
-        for step, wanted in ((add, adds), (move, ~adds)):
+        steps = [(add, adds)]
+        if _has_restricted(options):
+            steps.append((move, ~adds))
+        for step, wanted in steps:
             pass_ = lax.while_loop(
                 lambda pass_, wanted=wanted: any_chain(live_at(pass_, wanted)),
                 step,

@@ -70,14 +70,35 @@ def _threefry(key: Array, low: Array) -> tuple[Array, Array]:
     return x, y
 
 
+def _made_once(x: Array) -> Array:
+    """
+    `x`. XLA computes what it deems cheap anew in each of the programs that use it; it
+    deems an integer division dear, and LLVM then sees that this divisor is one.
+    """
+    return lax.div(x, jnp.maximum(jnp.minimum(x, 1), 1))
+
+
+def _as_keys(words: Array, like: Array) -> Array:
+    """Keys of these `words`, typed if the key `like` is."""
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return words
+    return random.wrap_key_data(words, impl="threefry2x32")
+
+
 def fold_in(rng_key: Array, data: Array | int) -> Array:
     """The key that :func:`jax.random.fold_in` makes, of one key and one number."""
     if not _is_threefry(rng_key):
         return random.fold_in(rng_key, data)
-    key = jnp.stack(_threefry(random.key_data(rng_key), jnp.uint32(data)))
-    if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
-        return key
-    return random.wrap_key_data(key, impl="threefry2x32")
+    words = _threefry(random.key_data(rng_key), jnp.uint32(data))
+    return _as_keys(_made_once(jnp.stack(words)), rng_key)
+
+
+def split(rng_key: Array, num: int = 2) -> Array:
+    """The keys that :func:`jax.random.split` makes of one key, ``[num]``."""
+    if not _is_threefry(rng_key):
+        return random.split(rng_key, num)
+    words = _threefry(random.key_data(rng_key), lax.iota(jnp.uint32, num))
+    return _as_keys(_made_once(jnp.stack(words, -1)), rng_key)
 
 
 def bits(rng_key: Array, shape: tuple[int, ...]) -> Array:
@@ -87,7 +108,7 @@ def bits(rng_key: Array, shape: tuple[int, ...]) -> Array:
         return random.bits(rng_key, shape, jnp.uint32)
     # NB: on one axis, since XLA writes out loops over a short one.
     x, y = _threefry(random.key_data(rng_key), lax.iota(jnp.uint32, size))
-    return (x ^ y).reshape(shape)
+    return _made_once(x ^ y).reshape(shape)
 
 
 def below(bits: Array, count: Array | int) -> Array:

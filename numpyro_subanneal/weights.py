@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from typing import final
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro.util import not_jax_tracer
 
+from numpyro_subanneal import variates
 from numpyro_subanneal.conjugate.base import loggamma
 from numpyro_subanneal.conjugate.special import (
     log1p_of,
@@ -225,7 +226,7 @@ class DirichletWeights(LabelledPrior):
 
     @jax.jit
     def sample(self, rng_key: Array) -> Array:
-        key_weights, key_labels = random.split(rng_key)
+        key_weights, key_labels = variates.split(rng_key)
         log_weights = loggamma(key_weights, _float(self.concentration))
         return _sample(key_labels, log_weights, self.size)
 
@@ -341,7 +342,7 @@ class StickBreakingWeights(LabelledPrior):
 
     @jax.jit
     def sample(self, rng_key: Array) -> Array:
-        key_sticks, key_labels = random.split(rng_key)
+        key_sticks, key_labels = variates.split(rng_key)
         log_gamma = loggamma(key_sticks, jnp.stack([_float(self.a), _float(self.b)]))
         log_odds = log_gamma[0] - log_gamma[1]
         none = jnp.zeros((1,), log_odds.dtype)

@@ -23,6 +23,10 @@ def test_numbers_are_those_of_jax(make, seed):
         ours, theirs = variates.fold_in(key, data), random.fold_in(key, data)
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         assert_array_equal(random.key_data(ours), random.key_data(theirs))
+    for num in (0, 1, 2, 7, 300):
+        ours, theirs = variates.split(key, num), random.split(key, num)
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert_array_equal(random.key_data(ours), random.key_data(theirs))
     for shape in [(), (1,), (7,), (3, 5), (2, 16, 3), (5000,), (0,)]:
         assert_array_equal(
             variates.bits(key, shape), random.bits(key, shape, jnp.uint32)
@@ -38,20 +42,29 @@ def test_in_programs_and_vectorized():
     keys = random.split(random.key(3), 4)
 
     def ours(key, i):
-        return variates.bits(variates.fold_in(key, i), (9,))
+        one, two = variates.split(variates.fold_in(key, i))
+        return variates.bits(one, (9,)), variates.bits(two, ())
 
     def theirs(key, i):
-        return random.bits(random.fold_in(key, i), (9,), jnp.uint32)
+        one, two = random.split(random.fold_in(key, i))
+        return (
+            random.bits(one, (9,), jnp.uint32),
+            random.bits(two, (), jnp.uint32),
+        )
 
     i = jnp.arange(4)
     expected = [theirs(key, n) for key, n in zip(keys, i, strict=True)]
-    assert_array_equal(jax.jit(jax.vmap(ours))(keys, i), jnp.stack(expected))
+    found = jax.jit(jax.vmap(ours))(keys, i)
+    for one, several in zip(found, zip(*expected, strict=True), strict=True):
+        assert_array_equal(one, jnp.stack(several))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_other_generators(impl):
     key = random.key(3, impl=impl)
     assert_array_equal(variates.bits(key, (20,)), random.bits(key, (20,), jnp.uint32))
+    parts = random.key_data(variates.split(key, 3))
+    assert_array_equal(parts, random.key_data(random.split(key, 3)))
     folded = random.key_data(variates.fold_in(key, 4))
     assert_array_equal(folded, random.key_data(random.fold_in(key, 4)))
 

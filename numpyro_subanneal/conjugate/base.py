@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
-from jax import lax, random
+from jax import lax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 import numpy as np
 
 import numpyro.distributions as dist
 
+from numpyro_subanneal import variates
 from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.variates import (
@@ -970,7 +971,7 @@ class _Sampler:
 
     def __init__(self, rng_key: Array, roles: Iterable[str]):
         roles = list(roles)
-        keys = random.split(rng_key, len(roles))
+        keys = variates.split(rng_key, len(roles))
         self._keys = dict(zip(roles, keys, strict=True))
 
     def __call__(self, role: str, fn: dist.Distribution) -> Array:
@@ -1020,7 +1021,7 @@ def _bartlett(rng_key: Array, degrees: Array, size: int) -> Array:
     of freedom ``[...]`` (Bartlett's decomposition): normal below the diagonal, and on
     it the roots of chi-square variates with ``degrees - i`` degrees of freedom.
     """
-    key_diagonal, key_rest = random.split(rng_key)
+    key_diagonal, key_rest = variates.split(rng_key)
     left = degrees[..., None] - jnp.arange(size)
     # A chi-square variate is two gamma variates of half as many degrees.
     diagonal = jnp.sqrt(2.0) * jnp.exp(0.5 * loggamma(key_diagonal, left / 2))
