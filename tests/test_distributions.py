@@ -37,7 +37,8 @@ from numpyro_subanneal.distributions import (
 )
 from numpyro_subanneal.grid import Grid
 
-# Compiling is most of the time here. Not so quickly where digits or time are tested.
+# Compiling is most of the time here. Not so quickly where the last digits (of large
+# counts, and in float64) or time are tested.
 quick = pytest.mark.quickly_compiled
 
 # (concentration, discount): Dirichlet process, then both signs of the concentration,
@@ -116,6 +117,7 @@ def num_clusters(labels):
 # The probability function.
 
 
+@quick
 @pytest.mark.parametrize("num_rows", [1, 3, 6])
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_probabilities_of_all_partitions_sum_to_one(num_rows, concentration, discount):
@@ -129,6 +131,7 @@ def test_probabilities_of_all_partitions_sum_to_one(num_rows, concentration, dis
     assert total == pytest.approx(1.0, abs=3e-6)
 
 
+@quick
 @pytest.mark.parametrize("concentration", [0.05, 1.0, 7.0])
 def test_crp_probabilities_of_all_partitions_sum_to_one(concentration):
     labels = set_partitions(6)
@@ -137,6 +140,7 @@ def test_crp_probabilities_of_all_partitions_sum_to_one(concentration):
     assert total == pytest.approx(1.0, abs=3e-6)
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_log_prob_is_the_sequential_product_in_any_order(concentration, discount):
     rng = np.random.default_rng(0)
@@ -152,6 +156,7 @@ def test_log_prob_is_the_sequential_product_in_any_order(concentration, discount
         assert other == pytest.approx(expected)
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", [(1.0, 0.0), (-0.2, 0.5)])
 @pytest.mark.parametrize(
     "names",
@@ -172,6 +177,7 @@ def test_log_prob_does_not_depend_on_the_names(concentration, discount, names):
     np.testing.assert_allclose(prior.log_prob(names[labels]), expected, rtol=2e-6)
 
 
+@quick
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
 def test_unassigned_rows_are_left_out(dtype):
     labels = np.array([-1, 4, 4, -1, 0, 4, -1, 0, 9], dtype)
@@ -184,6 +190,7 @@ def test_unassigned_rows_are_left_out(dtype):
     )
 
 
+@quick
 def test_unassigned_rows_are_left_out_beside_64_bit_labels():
     labels = np.array([-1, 2**40, 2**40, -1, 2**41, 7])
     np.testing.assert_allclose(
@@ -193,6 +200,7 @@ def test_unassigned_rows_are_left_out_beside_64_bit_labels():
     )
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_no_rows_and_one_row_are_certain(concentration, discount):
     prior = PitmanYorProcess(concentration, discount, 3)
@@ -203,6 +211,7 @@ def test_no_rows_and_one_row_are_certain(concentration, discount):
     assert prior.log_eppf(np.array([0, 1, 0])) == 0.0
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_log_eppf_of_counts_equals_log_prob_of_labels(concentration, discount):
     labels = random.randint(random.key(1), (6, 300), 0, 40)
@@ -229,6 +238,7 @@ def test_zero_discount_is_the_ewens_formula(concentration):
         assert crp.log_prob(labels) == py.log_prob(labels)
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_weights_are_ratios_of_probabilities(concentration, discount):
     prior = PitmanYorProcess(concentration, discount, 12)
@@ -247,6 +257,7 @@ def test_weights_are_ratios_of_probabilities(concentration, discount):
     assert weights[1] == weights[4] == 0.0
 
 
+@quick
 def test_weights_of_the_two_classes_agree_at_zero_discount():
     counts = np.array([3, 0, 1])
     crp, py = ChineseRestaurantProcess(0.3, 5), PitmanYorProcess(0.3, 0.0, 5)
@@ -258,6 +269,7 @@ def test_weights_of_the_two_classes_agree_at_zero_discount():
     np.testing.assert_array_equal(crp.log_eppf(counts), py.log_eppf(counts))
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_weight_of_the_first_cluster_is_one(concentration, discount):
     prior = PitmanYorProcess(concentration, discount, 4)
@@ -265,6 +277,7 @@ def test_weight_of_the_first_cluster_is_one(concentration, discount):
     assert not np.isnan(prior.log_weight_existing(np.zeros(3, int))).any()
 
 
+@quick
 def test_weights_and_eppf_broadcast_batches_of_parameters():
     concentration = np.array([0.5, 1.0, 2.0])
     discount = np.array([[0.0], [0.4]])
@@ -323,6 +336,7 @@ def test_float64_log_eppf_is_exact_to_rounding():
 # Gradients.
 
 
+@quick
 @pytest.mark.parametrize("concentration, discount", PARAMETERS)
 def test_gradients_equal_finite_differences(concentration, discount):
     labels = np.array([0, 0, 0, 1, 2, 2, -1, 5, 5, 5, 5])
@@ -366,6 +380,7 @@ def test_gradients_are_finite_in_float32(concentration, discount):
     assert np.isfinite(gradients).all()
 
 
+@quick
 def test_crp_gradient_equals_finite_difference():
     labels = np.array([0, 0, 1, 2, 2])
     with jax.enable_x64(True):

@@ -33,7 +33,8 @@ from numpyro_subanneal.distributions import (
     PitmanYorProcess,
 )
 
-# Compiling is most of the time here. Not so quickly where digits or time are tested.
+# Compiling is most of the time here. Not so quickly where the last digits (of large
+# counts, and in float64) or time are tested.
 quick = pytest.mark.quickly_compiled
 
 # (concentration, number of components). NB: samplers are compiled for each
@@ -150,6 +151,7 @@ def nth_prior(i, size):
 # The probability function.
 
 
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_probabilities_of_all_partitions_are_right_and_sum_to_one(i):
     for num_rows in (1, 6):
@@ -165,6 +167,7 @@ def test_probabilities_of_all_partitions_are_right_and_sum_to_one(i):
             assert ((actual == 0.0) == (expected < 1e-99)).all()
 
 
+@quick
 @pytest.mark.parametrize("num_components", [2, 3])
 @pytest.mark.parametrize("concentration", [Fraction(1, 2), Fraction(3)])
 def test_finite_law_is_that_of_the_labels_up_to_names(concentration, num_components):
@@ -188,6 +191,7 @@ def test_finite_law_is_that_of_the_labels_up_to_names(concentration, num_compone
         assert actual == pytest.approx(float(probability), rel=5e-6, abs=0.0)
 
 
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_log_prob_is_the_product_of_the_predictives_in_any_order(i):
     rng = np.random.default_rng(i)
@@ -211,6 +215,7 @@ def test_log_prob_is_the_product_of_the_predictives_in_any_order(i):
     np.testing.assert_allclose(prior.log_prob(labels), expected, rtol=3e-6, atol=3e-6)
 
 
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_names_and_unassigned_rows_do_not_matter(i):
     prior, log_eppf = nth_prior(i, 9)
@@ -227,6 +232,7 @@ def test_names_and_unassigned_rows_do_not_matter(i):
         assert (prior.log_eppf(counts) == 0.0).all()
 
 
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_log_eppf_of_counts_equals_log_prob_of_labels(i):
     prior, _ = nth_prior(i, 300)
@@ -266,6 +272,7 @@ def test_more_clusters_than_components_are_impossible():
     assert uniform.log_eppf(np.ones(4, int)) == -np.inf
 
 
+@quick
 def test_truncated_law_is_renormalised():
     prior = MixtureOfFiniteMixtures(
         0.7, dist.Poisson(2.0), 5, max_components=3, validate_args=False
@@ -285,6 +292,7 @@ def test_truncated_law_is_renormalised():
 # Weights.
 
 
+@quick
 def test_finite_weights_are_the_numerators_of_the_urn():
     prior = FiniteDirichletMixture(0.75, 5, 20)
     counts = np.array([4, 0, 1, 6])
@@ -295,6 +303,7 @@ def test_finite_weights_are_the_numerators_of_the_urn():
         assert prior.log_weight_new(np.uint8(t), 11) == prior.log_weight_new(t, 11)
 
 
+@quick
 @pytest.mark.parametrize("i", range(NUM_PRIORS))
 def test_weight_of_the_first_cluster_is_one(i):
     prior, _ = nth_prior(i, 4)
@@ -369,6 +378,7 @@ def test_one_component_holds_all_rows():
         assert prior.sample(random.key(0)).max() == 0
 
 
+@quick
 @pytest.mark.parametrize("num_components", [1, 9, 128])
 @pytest.mark.parametrize("concentration", [0.05, 30.0])
 def test_known_number_of_components_is_the_finite_law(concentration, num_components):
@@ -394,6 +404,7 @@ def test_known_number_of_components_is_the_finite_law(concentration, num_compone
     )
 
 
+@quick
 def test_sparse_finite_law_tends_to_the_chinese_restaurant_process():
     labels = testing.set_partitions(6)
     finite = FiniteDirichletMixture(2.5 / 10**7, 10**7, 6).log_prob(labels)
@@ -402,6 +413,7 @@ def test_sparse_finite_law_tends_to_the_chinese_restaurant_process():
     )
 
 
+@quick
 def test_finite_law_is_pitman_yor_of_a_negative_discount():
     prior = PitmanYorProcess(5 * 0.75, -0.75, 6, validate_args=False)
     labels = testing.set_partitions(6)

@@ -13,7 +13,7 @@ import itertools
 import pickle
 
 import jax
-from jax import random
+from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -380,7 +380,7 @@ def concentration_chains(num_rows):
         def step(values, key):
             return hyper_moves.update(key, target, values), None
 
-        return jax.lax.scan(step, values, random.split(key, 30))[0]["alpha"]
+        return lax.scan(step, values, random.split(key, 30))[0]["alpha"]
 
     plans = {}  # by kind of prior
 
@@ -553,7 +553,7 @@ def test_updates_of_elements_follow_the_full_conditional(kind):
         def step(values, key):
             return hyper_moves.update(key, target, values), None
 
-        return jax.lax.scan(step, values, random.split(key, 25))[0]["rate"]
+        return lax.scan(step, values, random.split(key, 25))[0]["rate"]
 
     draws = np.asarray(jax.jit(jax.vmap(chain))(random.split(random.key(0), 4000)))
     prior, u = stats.gamma(2.0), (np.arange(48) + 0.5) / 48
@@ -629,7 +629,7 @@ def test_grids_on_grids_follow_their_joint_conditional():
         def step(values, key):
             return hyper_moves.update(key, target, values), None
 
-        return jax.lax.scan(step, start, random.split(key, 40))[0]
+        return lax.scan(step, start, random.split(key, 40))[0]
 
     draws = jax.jit(jax.vmap(chain))(random.split(random.key(0), 6000))
     index = {
@@ -685,7 +685,7 @@ def hyper_draws(model, start, num_chains, joint=(), num_updates=30):
         def step(values, key):
             return hyper_moves.update(key, target, values, joint), None
 
-        return jax.lax.scan(step, start, random.split(key, num_updates))[0]
+        return lax.scan(step, start, random.split(key, num_updates))[0]
 
     draws = jax.jit(jax.vmap(chain))(random.split(random.key(0), num_chains))
     return {name: np.asarray(v) for name, v in draws.items()}, z
@@ -1149,18 +1149,19 @@ def test_turnovers_go_on_over_steps():
 
 @pytest.mark.parametrize("num_chains", [1, 2])
 def test_no_key_is_used_twice(num_chains):
-    # Two chains make all moves, which one chain does in `test_kernel`.
+    # Two chains make all moves, which one chain does in `test_kernel`. JAX looks for it
+    # in the program, which need not be compiled for that.
     options = {"split_merge": None} if num_chains == 1 else {}
+    key = random.key(0) if num_chains == 1 else random.split(random.key(0), 2)
+    kernel = SubsampleAnnealedGibbs(hierarchy, **options)
+
+    @jax.jit
+    def steps(state):
+        # Two, as what is used up in one must not be used in the next.
+        return lax.fori_loop(0, 2, lambda _, s: kernel.sample(s, (X,), {}), state)
+
     with jax.debug_key_reuse(True):
-        mcmc = MCMC(
-            SubsampleAnnealedGibbs(hierarchy, **options),
-            num_warmup=2,
-            num_samples=2,
-            num_chains=num_chains,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
-        mcmc.run(random.key(0), X)
+        jax.eval_shape(steps, kernel.init(key, 2, None, (X,), {}))
 
 
 # --- Slices -------------------------------------------------------------------------
@@ -1188,7 +1189,7 @@ def test_slices_follow_their_densities():
             return hyper_moves.slice_sample(key, log_density, x), None
 
         start = jnp.array([5.0, 0.0, 0.0, 1.0])
-        return jax.lax.scan(step, start, random.split(key, 200))[0]
+        return lax.scan(step, start, random.split(key, 200))[0]
 
     x = np.asarray(jax.jit(jax.vmap(chain))(random.split(random.key(0), 2000)), float)
     laws = [

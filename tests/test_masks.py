@@ -119,6 +119,16 @@ def obs_mask_run():
     return run(by_obs_mask, num_samples=1000)
 
 
+@pytest.fixture(scope="module")
+def handler_run():
+    return run(by_handler)
+
+
+@pytest.fixture(scope="module")
+def run_without_real_cells():
+    return run(by_handler, mask=np.zeros_like(MASK))
+
+
 def first_draws(mcmc, num=20):
     return {name: value[:num] for name, value in mcmc.get_samples().items()}
 
@@ -156,8 +166,8 @@ def test_what_sits_in_a_masked_cell_is_never_read(
         np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
-def test_the_ways_to_write_a_mask_agree(obs_mask_run):
-    first, second = (run(model).get_samples() for model in (by_handler, by_method))
+def test_the_ways_to_write_a_mask_agree(obs_mask_run, handler_run):
+    first, second = handler_run.get_samples(), run(by_method).get_samples()
     third = first_draws(obs_mask_run)
     assert set(first) == set(second) < set(third)
     for name, value in first.items():
@@ -187,9 +197,8 @@ def test_a_mask_of_ones_changes_nothing_but_rounding():
         )
 
 
-def test_log_joint_is_that_of_the_cells_that_are_there():
-    mcmc = run(by_handler)
-    draws, fields = mcmc.get_samples(), mcmc.get_extra_fields()
+def test_log_joint_is_that_of_the_cells_that_are_there(handler_run):
+    draws, fields = handler_run.get_samples(), handler_run.get_extra_fields()
     for z, got in zip(np.asarray(draws["z"]), fields["log_joint"], strict=True):
         expected = testing.log_eppf(z, 1.0)
         for k in range(z.max() + 1):
@@ -206,12 +215,12 @@ def test_log_joint_is_that_of_the_cells_that_are_there():
 
 
 @pytest.mark.parametrize("form", ["False", "scalar"])
-def test_a_column_without_any_cell_is_no_data(form):
+def test_a_column_without_any_cell_is_no_data(form, run_without_real_cells):
     mask = {"False": False, "scalar": np.array(False)}
     x = np.full_like(X, np.nan)
-    mcmc = run(by_handler, x, mask[form])
-    expected = run(by_handler, mask=np.zeros_like(MASK))
-    np.testing.assert_array_equal(mcmc.get_samples()["z"], expected.get_samples()["z"])
+    found = run(by_handler, x, mask[form]).get_samples()["z"]
+    expected = run_without_real_cells.get_samples()["z"]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_mask_of_rows():

@@ -6,13 +6,13 @@
 from functools import partial
 
 import jax
-from jax import random
+from jax import lax, random
 import numpy as np
 import pytest
 
 from numpyro import handlers
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, Predictive
+from numpyro.infer import Predictive
 
 from numpyro_subanneal import SubsampleAnnealedGibbs, testing
 from numpyro_subanneal.models import crosscat, dpmm
@@ -58,7 +58,8 @@ def test_no_key_is_used_twice(model, num_chains):
     """JAX looks for it in the program, which need not be compiled for that."""
     x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
     key = random.key(0) if num_chains is None else random.split(random.key(0), 2)
-    kernel = SubsampleAnnealedGibbs(model)
+    # (Of so few clusters that moves are made at one width; no keys are used there.)
+    kernel = SubsampleAnnealedGibbs(partial(model, num_clusters=16))
     with jax.debug_key_reuse(True):
         state = kernel.init(key, 5, None, (x,), {})
         jax.eval_shape(jax.jit(lambda state: kernel.sample(state, (x,), {})), state)
@@ -66,27 +67,27 @@ def test_no_key_is_used_twice(model, num_chains):
 
 def test_planted_views_of_columns_of_all_kinds_are_recovered():
     arrays, view, z = planted(num_rows=200)
-    # Constants, so that the program is short.
+    # Constants and little room beyond what is planted, so that the program is short.
     model = partial(
         crosscat.mixed,
         num_categories=(3, 3, 3, 3),
-        num_views=6,
-        num_clusters=16,
+        num_views=4,
+        num_clusters=8,
         kappa=0.3,
         shape=3.0,
         strength=3.0,
     )
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(model),
-        num_warmup=12,
-        num_samples=12,
-        progress_bar=False,
-    )
-    # Collected, the warm-up is the program of the samples, which is found again.
-    mcmc.warmup(random.key(0), collect_warmup=True, **arrays)
-    mcmc.run(mcmc.post_warmup_state.rng_key, **arrays)
-    draws = mcmc.get_samples()
-    found, rows = (np.asarray(draws[name])[-1] for name in ("view", "z"))
+    kernel = SubsampleAnnealedGibbs(model)
+    state = kernel.init(random.key(0), 12, None, (), arrays)
+
+    @jax.jit
+    def steps(state):
+        return lax.fori_loop(
+            0, 24, lambda _, state: kernel.sample(state, (), arrays), state
+        )
+
+    draw = steps(state).z
+    found, rows = (np.asarray(draw[name]) for name in ("view", "z"))
     np.testing.assert_array_equal(found, testing.canonical_labels(view))
     for own, planted_rows in zip(rows[:2], z, strict=True):
         assert agreement(own, planted_rows) > 0.95
@@ -100,36 +101,54 @@ def sites(model, *args, **kwargs):
 def test_base_measures_are_those_of_the_observed_cells():
     arrays, _, _ = planted(num_rows=40)
     given = {"kappa": 0.5, "shape": 3.0, "strength": 4.0}
-    trace = sites(
-        crosscat.mixed, **arrays, num_categories=(3,) * 4, num_clusters=3, **given
-    )
-    real = arrays["real"]
-    np.testing.assert_allclose(
-        peel(trace["loc"]["fn"]).loc[0], np.nanmean(real, 0), rtol=1e-5
-    )
+    real, codes, binary, count = arrays.values()
+
+    @jax.jit
+    def read():
+        """Parameters of the base measures, and which cells are observed."""
+        trace = sites(
+            crosscat.mixed, **arrays, num_categories=(3,) * 4, num_clusters=3, **given
+        )
+        beta, gamma = (peel(trace[name]["fn"]) for name in ("binary_probs", "rate"))
+        parameters = {
+            "loc": peel(trace["loc"]["fn"]).loc[0],
+            "rate": peel(trace["variance"]["fn"]).rate,
+            "concentration": peel(trace["probs_3"]["fn"]).concentration,
+            "ones": beta.concentration1,
+            "zeros": beta.concentration0,
+            "mean count": gamma.concentration / gamma.rate,
+        }
+        tables = {"real": real, "categorical_3": codes, "binary": binary}
+        tables["count"] = count
+        cells = {
+            name: cell_mask(trace[name]["fn"], x.shape) for name, x in tables.items()
+        }
+        return parameters, cells
+
+    got, cells = read()
     rate = np.nanvar(real, 0) * 2 * 0.5 / 1.5
-    np.testing.assert_allclose(peel(trace["variance"]["fn"]).rate, rate, rtol=1e-5)
-    codes = arrays["categorical"]
     counts = (codes[..., None] == np.arange(3)).sum(0)
     frequency = (counts + 1 / 3) / (counts.sum(1, keepdims=True) + 1)
-    got = peel(trace["probs_3"]["fn"]).concentration
-    np.testing.assert_allclose(got, 4 * frequency, rtol=1e-5)
-    binary = arrays["binary"]
     ones = ((binary == 1).sum(0) + 0.5) / ((binary >= 0).sum(0) + 1)
-    prior = peel(trace["binary_probs"]["fn"])
-    np.testing.assert_allclose(prior.concentration1, 4 * ones, rtol=1e-5)
-    np.testing.assert_allclose(prior.concentration0, 4 - 4 * ones, rtol=1e-5)
-    count = arrays["count"]
     mean = (np.where(count >= 0, count, 0).sum(0) + 0.5) / ((count >= 0).sum(0) + 1)
-    prior = peel(trace["rate"]["fn"])
-    np.testing.assert_allclose(prior.concentration / prior.rate, mean, rtol=1e-5)
+    expected = {
+        "loc": np.nanmean(real, 0),
+        "rate": rate,
+        "concentration": 4 * frequency,
+        "ones": 4 * ones,
+        "zeros": 4 - 4 * ones,
+        "mean count": mean,
+    }
+    for name, value in expected.items():
+        shape = got[name].shape
+        np.testing.assert_allclose(got[name], np.broadcast_to(value, shape), rtol=1e-5)
     for name, x in (
         ("real", ~np.isnan(real)),
         ("categorical_3", codes >= 0),
         ("binary", binary >= 0),
         ("count", count >= 0),
     ):
-        np.testing.assert_array_equal(cell_mask(trace[name]["fn"], x.shape), x)
+        np.testing.assert_array_equal(cells[name], x)
 
 
 def test_mixtures_take_missing_cells_too():
@@ -145,10 +164,14 @@ def test_mixtures_take_missing_cells_too():
 
 def test_a_table_without_missing_cells_is_not_masked():
     x = np.random.default_rng(0).normal(size=(10, 3))
-    trace = sites(crosscat.real, x)
-    assert not isinstance(trace["real"]["fn"], dist.MaskedDistribution)
-    assert trace["view"]["value"].shape == (3,)
-    assert trace["z"]["value"].shape == (3, 10)
+
+    def check():
+        trace = sites(crosscat.real, x)
+        assert not isinstance(trace["real"]["fn"], dist.MaskedDistribution)
+        assert trace["view"]["value"].shape == (3,)
+        assert trace["z"]["value"].shape == (3, 10)
+
+    jax.eval_shape(check)  # nothing of it need be computed
 
 
 @pytest.mark.parametrize(
@@ -161,9 +184,8 @@ def test_there_are_more_views_for_more_columns(num_columns, num_views):
 def test_predictive_draws_a_table():
     arrays, _, _ = planted(num_rows=20)
     model = partial(crosscat.mixed, num_categories=(3,) * 4, num_clusters=8)
-    drawn = Predictive(handlers.uncondition(model), num_samples=2)(
-        random.key(0), **arrays
-    )
+    predictive = Predictive(handlers.uncondition(model), num_samples=2)
+    drawn = jax.eval_shape(lambda key: predictive(key, **arrays), random.key(0))
     for name in ("real", "binary", "count"):
         assert drawn[name].shape == (2, *arrays[name].shape)
     assert drawn["categorical_3"].shape == (2, 20, 4)

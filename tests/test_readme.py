@@ -29,13 +29,23 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+# As here, what is imported is not to be gone through at each collection.
+RUN = """
+import gc, runpy, sys
+import numpyro_subanneal
+gc.freeze()
+gc.set_threshold(200_000, 20, 100)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
 def test_code_of_the_readme_runs_and_prints_what_it_shows(tmp_path):
     code = tmp_path / "readme.py"
     code.write_text("\n".join(blocks("python")))
     # As the marker does here.
     quickly = [f"--{name}={value}" for name, value in quick_options().items()]
     done = subprocess.run(
-        [sys.executable, str(code)],
+        [sys.executable, "-c", RUN, str(code)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),

@@ -26,7 +26,6 @@ from test_enumeration import LAWS, TABLES, assert_law, exact, log_marginals, mod
 
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 
 from numpyro_subanneal import (
     PitmanYorProcess,
@@ -438,40 +437,41 @@ def new_cluster_log_weight(x):
     return each.sum() + np.log(0.7 + 0.2)
 
 
-# --- through MCMC -------------------------------------------------------------
+# --- by the kernel ------------------------------------------------------------
 
 
 @pytest.mark.quickly_compiled
 def test_clusters_are_split_and_merged():
     # From four clusters where there are two, which moves of rows alone do not leave,
-    # and from one.
+    # and from one. (By one program for both, which `MCMC` would make twice.)
     x = blobs(400)
     of = np.arange(len(x)) % 2
+    starts = {"one": 0 * of, "four": 2 * of + np.arange(len(x)) // 2 % 2}
     clusters = {}
-    for start, z in {
-        "one": 0 * of,
-        "four": 2 * of + np.arange(len(x)) // 2 % 2,
-    }.items():
-        for split_merge in (SplitMerge(), None):
-            mcmc = MCMC(
-                SubsampleAnnealedGibbs(
-                    partial(mixture, num_clusters=8), split_merge=split_merge
-                ),
-                num_warmup=0,
-                num_samples=20,
-                progress_bar=False,
-            )
-            init_params = {"z": jnp.asarray(z, jnp.int32)}
-            mcmc.run(random.key(0), x, init_params=init_params)
-            fields = mcmc.get_extra_fields()
-            found = np.median(fields["num_clusters"][10:])
-            clusters[start, split_merge is not None] = found
+    for split_merge in (SplitMerge(), None):
+        kernel = SubsampleAnnealedGibbs(
+            partial(mixture, num_clusters=8), split_merge=split_merge
+        )
+
+        @jax.jit
+        def run(state, kernel=kernel):
+            def step(state, _):
+                state = kernel.sample(state, (x,), {})
+                return state, (state.num_clusters, state.num_splits, state.num_merges)
+
+            return lax.scan(step, state, None, 20)[1]
+
+        for start, z in starts.items():
+            given = {"z": jnp.asarray(z, jnp.int32)}
+            state = kernel.init(random.key(0), 0, given, (x,), {})
+            num_clusters, num_splits, num_merges = map(np.asarray, run(state))
+            clusters[start, split_merge is not None] = np.median(num_clusters[10:])
             if split_merge is None:
-                assert (fields["num_splits"] == 0).all()
-                assert (fields["num_merges"] == 0).all()
+                assert (num_splits == 0).all()
+                assert (num_merges == 0).all()
             else:
-                assert fields["num_splits"][-1] + fields["num_merges"][-1] > 0
-                assert (np.diff(fields["num_splits"]) >= 0).all()
+                assert num_splits[-1] + num_merges[-1] > 0
+                assert (np.diff(num_splits) >= 0).all()
     # Now and then there is a small cluster besides.
     assert 2 <= clusters["one", True] <= 3 and 2 <= clusters["four", True] <= 3
     assert clusters["four", False] == 4

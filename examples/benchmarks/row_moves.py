@@ -433,7 +433,8 @@ def main(args):
     ]
     reference = [("real", n, d, 15, 32) for d in (63, 2) for n in (1_000, 100_000)]
     if args.quick:
-        cases, reference = [("categorical", 1_000, 2, 5, 64)], reference[2:3]
+        cases = [("categorical", 1_000, 2, 5, 16)]
+        reference = [("real", 1_000, 2, 15, 16)]
     print(f"{platform.machine()}, {platform.python_version()}, {time.strftime('%F')}")
     print(
         f"{'kind':<12}{'columns':>8}{'rows':>8}{'capacity':>9}{'occupied':>9}"
