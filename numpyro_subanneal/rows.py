@@ -494,7 +494,7 @@ def _run_at_width(
         # Obermeyer et al. (2014), Anneal Subsample, line 6: remove.
         leaving = on & (leaves >= 0)
         row = jnp.maximum(leaves, 0)
-        k = jnp.where(leaving & real, loop.k, 0)
+        k = k_was = jnp.where(leaving & real, loop.k, 0)
         counts = counts - jnp.where(_one(leaving & real) & (slots == _one(k)), 1, 0)
         free = counts == 0
         occupied = width - free.sum(-1, dtype=jnp.int32)
@@ -521,10 +521,8 @@ def _run_at_width(
             )
             full = (slot == width) & (log_weight_new > -jnp.inf)
         xs = [c.block.row(c.hyper, c.data, enters) for c in components]
-        parts = list(
-            zip(components, stats, loop.tables, taken, xs, by_view, strict=True)
-        )
-        for c, s, t, out, x, view in parts:
+        parts = list(zip(components, taken, xs, by_view, strict=True))
+        for (c, out, x, view), s, t in zip(parts, stats, loop.tables, strict=True):
             log_weight = log_weight + c.block.score(c.hyper, s, t, out, x, view)
         # Gumbel-max.
         num_noise = num_blocks * (num_views[0] if num_views else 1)
@@ -533,20 +531,34 @@ def _run_at_width(
         if seats is not None:
             k = jnp.where(real, k, 0)
         counts = counts + jnp.where(_one(on & real) & (slots == _one(k)), 1, 0)
-        changed = [
-            c.block.put(c.hyper, s, t, out, x, k, on, view)
-            for c, s, t, out, x, view in parts
-        ]
-        stats, tables = zip(*changed, strict=True)
 
-        where = jnp.stack(
-            [
-                jnp.where(leaving & (leaves != enters), leaves, num_rows),
-                jnp.where(on, enters, num_rows),
+        def put(carry):
+            stats, tables, z, due = carry
+            changed = [
+                c.block.put(c.hyper, s, t, out, x, k, on, view)
+                for (c, out, x, view), s, t in zip(parts, stats, tables, strict=True)
             ]
+            stats, tables = zip(*changed, strict=True)
+            where = jnp.stack(
+                [
+                    jnp.where(leaving & (leaves != enters), leaves, num_rows),
+                    jnp.where(on, enters, num_rows),
+                ]
+            )
+            k_all = in_all_views(k)
+            values = jnp.stack([jnp.full_like(k_all, -1), k_all])
+            z = z.at[where].set(values, mode="drop")
+            return stats, tables, z, jnp.zeros_like(due)
+
+        # A row that goes back to where it was changes nothing; in a sweep of all rows
+        # most do. (A loop of at most one iteration: a branch of `lax.cond` would copy
+        # what it may change.)
+        stays = leaving & (leaves == enters) & (k == k_was).all()
+        stats, tables, z, _ = lax.while_loop(
+            lambda carry: any_chain(carry[-1]),
+            put,
+            (stats, loop.tables, z, on & ~stays),
         )
-        k_all = in_all_views(k)
-        z = z.at[where].set(jnp.stack([jnp.full_like(k_all, -1), k_all]), mode="drop")
         position = loop.position + jnp.where(on, 1, 0)
         return _Loop(
             position,
