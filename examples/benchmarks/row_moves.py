@@ -11,9 +11,10 @@ and of rows. Each case runs in a process of its own, so that its compile time an
 memory are its own too.
 
 A time is that of a whole step, membership, random numbers and the draw of every
-cluster's parameters included, divided by the number of moves. The floor is what a
-prototype of the bare move took on a 2-core x86 machine; compare ratios within one run,
-since machines differ.
+cluster's parameters included, divided by the number of moves. In a sweep of all rows
+("sweep") nearly every row goes back to the planted cluster that it was in, which writes
+nothing; while the chain anneals ("anneal") one row leaves and another enters at each
+move, from no rows on. Compare ratios within one run, since machines differ.
 
     python examples/benchmarks/row_moves.py            # the table, about 5 minutes
     python examples/benchmarks/row_moves.py --pairs    # every conjugate pair
@@ -33,13 +34,6 @@ import time
 
 import numpy as np
 
-FLOORS = {  # (kind, columns, capacity): microseconds a move
-    ("categorical", 68, 64): 6.0,
-    ("real", 63, 32): 10.0,
-    ("categorical", 2, 64): 4.0,
-    ("real", 2, 32): 4.0,
-    ("real", 2, 64): 4.0,
-}
 NUM_CATEGORIES = 16
 
 
@@ -281,37 +275,43 @@ def time_sweeps(model, args, z, moves):
 
     from numpyro.infer import MCMC
 
-    from numpyro_subanneal import SubsampleAnnealedGibbs
+    from numpyro_subanneal import LinearSchedule, SubsampleAnnealedGibbs
 
     num_rows = len(z)
-    num_samples = max(1, moves // num_rows)
-    mcmc = MCMC(
-        SubsampleAnnealedGibbs(model, split_merge=None),
-        num_warmup=0,
-        num_samples=num_samples,
-        # Without its progress bar NumPyro compiles anew at every run.
-        progress_bar=True,
-        jit_model_args=True,
-    )
-    times = []
-    for seed in range(4):
-        start = time.perf_counter()
-        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
-            mcmc.run(
-                random.key(seed),
-                *args,
-                init_params={"z": z.astype(np.int32)},
-                extra_fields=("~z.z",),
-            )
-        jax.block_until_ready(mcmc.last_state)
-        times.append(time.perf_counter() - start)
-    best = min(times[1:])
-    extra = mcmc.get_extra_fields()
+    num_steps = max(1, moves // num_rows)
+
+    def timed(num_warmup, num_samples, **init):
+        """Seconds of the first run and of the fastest of the others; the chain."""
+        mcmc = MCMC(
+            SubsampleAnnealedGibbs(model, split_merge=None),
+            num_warmup=num_warmup,
+            num_samples=num_samples,
+            # Without its progress bar NumPyro compiles anew at every run.
+            progress_bar=True,
+            jit_model_args=True,
+        )
+        times = []
+        for seed in range(4):
+            start = time.perf_counter()
+            with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
+                run = mcmc.run if num_warmup == 0 else mcmc.warmup
+                run(random.key(seed), *args, extra_fields=("~z.z",), **init)
+            jax.block_until_ready(mcmc.last_state)
+            times.append(time.perf_counter() - start)
+        return times[0], min(times[1:]), mcmc
+
+    first, best, mcmc = timed(0, num_steps, init_params={"z": z.astype(np.int32)})
+    occupied = float(mcmc.get_extra_fields()["num_clusters"].mean())
+    peak = peak_mb()
+    steps = LinearSchedule().steps(num_rows, num_steps)
+    num_annealed = steps.added.sum() + steps.churned.sum()
+    _, annealed, _ = timed(num_steps, 1)
     return {
-        "us": best / (num_samples * num_rows) * 1e6,
-        "compile": times[0] - best,
-        "occupied": float(extra["num_clusters"].mean()),
-        "peak": peak_mb(),
+        "us": best / (num_steps * num_rows) * 1e6,
+        "anneal": annealed / num_annealed * 1e6,
+        "compile": first - best,
+        "occupied": occupied,
+        "peak": peak,
     }
 
 
@@ -387,8 +387,8 @@ def compare_pairs(moves, quick):
     print(f"{platform.machine()}, {platform.python_version()}, {time.strftime('%F')}")
     print("10,000 rows, capacity 64, 20 clusters")
     print(
-        f"{'pair':<36}{'columns':>8}{'occupied':>9}{'us/move':>9}{'ns/cell':>9}"
-        f"{'ratio':>7}{'compile s':>10}{'peak MB':>9}"
+        f"{'pair':<36}{'columns':>8}{'occupied':>9}{'sweep us':>10}{'ns/cell':>9}"
+        f"{'ratio':>7}{'anneal us':>10}{'ratio':>7}{'compile s':>10}{'peak MB':>9}"
     )
     first = None
     for name, num_columns in cases:
@@ -403,10 +403,12 @@ def compare_pairs(moves, quick):
             )
         )
         per_cell = r["us"] / num_columns * 1e3
-        first = first or per_cell
+        first = first or (per_cell, r["anneal"] / num_columns)
+        anneal_ratio = r["anneal"] / num_columns / first[1]
         print(
-            f"{name:<36}{num_columns:>8}{r['occupied']:>9.1f}{r['us']:>9.2f}"
-            f"{per_cell:>9.0f}{per_cell / first:>7.2f}{r['compile']:>10.1f}"
+            f"{name:<36}{num_columns:>8}{r['occupied']:>9.1f}{r['us']:>10.2f}"
+            f"{per_cell:>9.0f}{per_cell / first[0]:>7.2f}"
+            f"{r['anneal']:>10.2f}{anneal_ratio:>7.2f}{r['compile']:>10.1f}"
             f"{r['peak']:>9.0f}",
             flush=True,
         )
@@ -438,7 +440,7 @@ def main(args):
     print(f"{platform.machine()}, {platform.python_version()}, {time.strftime('%F')}")
     print(
         f"{'kind':<12}{'columns':>8}{'rows':>8}{'capacity':>9}{'occupied':>9}"
-        f"{'us/move':>9}{'floor':>7}{'ratio':>7}{'ns/cell':>9}{'compile s':>10}"
+        f"{'sweep us':>10}{'anneal us':>10}{'ns/cell':>9}{'compile s':>10}"
         f"{'peak MB':>9}"
     )
     for kind, num_rows, num_columns, num_clusters, capacity in cases + reference:
@@ -451,11 +453,9 @@ def main(args):
             moves=args.moves,
         )
         r = in_a_process(case)
-        floor = FLOORS.get((kind, num_columns, capacity))
         print(
             f"{kind:<12}{num_columns:>8}{num_rows:>8}{capacity:>9}{r['occupied']:>9.1f}"
-            f"{r['us']:>9.2f}{floor or '':>7}"
-            f"{'' if floor is None else format(r['us'] / floor, '.2f'):>7}"
+            f"{r['us']:>10.2f}{r['anneal']:>10.2f}"
             f"{r['us'] / num_columns * 1e3:>9.0f}{r['compile']:>10.1f}"
             f"{r['peak']:>9.0f}",
             flush=True,
