@@ -378,6 +378,62 @@ class Table:
             )
         return self._frame(cells_of)
 
+    def fill(self, imputed: Mapping[str, Any]) -> Any:
+        """
+        The DataFrame with its missing cells filled in, as :meth:`decode` makes it: what
+        was observed is as it was.
+
+        :param imputed: by observed site, what
+            :meth:`~numpyro_subanneal.Posterior.impute` has found of this table: of each
+            missing cell its `point` is taken, the mean of real columns and of counts,
+            and else the most frequent category. Cells of sites that it does not hold
+            stay missing.
+        :raises ValueError: if it is nothing of the kind, or of another table.
+
+        **Example**
+
+        .. doctest::
+
+            >>> import numpy as np
+            >>> import pandas as pd
+            >>> from numpyro_subanneal import Table
+            >>> from numpyro_subanneal.posterior import Imputation
+
+            >>> table = Table.from_dataframe(pd.DataFrame({"kg": [3.7, None, 4.1]}))
+            >>> draws = np.array([[3.8], [4.0]])
+            >>> cell = np.array([[1, 0]])  # row and column
+            >>> found = Imputation(cell, draws, draws.mean(0), draws.std(0))
+            >>> table.fill({"real": found})["kg"].round(1).tolist()
+            [3.7, 3.9, 4.1]
+        """
+        sites = {column.site for column in self.columns}
+        for name, found in imputed.items():
+            if name not in sites or not hasattr(found, "point"):
+                raise ValueError(
+                    f"`imputed` holds {type(found).__name__} of {name!r}; it must be "
+                    "what `Posterior.impute` returns, of a model of this table, whose "
+                    f"sites are {_spell(sites)}."
+                )
+            if np.max(found.index[:, 0], initial=-1) >= len(self.index):
+                raise ValueError(
+                    f"`imputed` has a cell of row {found.index[:, 0].max()}, but the "
+                    f"table has {len(self.index)} rows."
+                )
+        cells_of = {}
+        for column in self.columns:
+            cells = np.array(self._cells_of(column, self.arrays))
+            if column.site in imputed:
+                found = imputed[column.site]
+                own = found.index[:, 1] == column.site_position
+                point = np.asarray(found.point)[own]
+                cells = cells.astype(np.result_type(cells, point))
+                cells[found.index[own, 0]] = point
+            if column.type == "count":  # of which means need not be whole
+                cells_of[column.name] = np.where(cells == -1, np.nan, cells)
+            else:
+                cells_of[column.name] = self.decode_column(column.name, cells)
+        return self._frame(cells_of)
+
     def decode_column(self, name: Hashable, cells: Any) -> np.ndarray:
         """
         Labels of cells of one column, such as draws of it.
@@ -419,7 +475,7 @@ class Table:
         :raises ValueError: if there is none.
         """
         columns = {c.name: c for c in (*self.columns, *self.ignored)}
-        if name not in columns:
+        if not isinstance(name, Hashable) or name not in columns:
             raise ValueError(_unknown(name, columns))
         return columns[name]
 
@@ -507,6 +563,8 @@ class Table:
             key = getattr(column, kind)
             if key not in arrays:
                 continue
+            if hasattr(arrays[key], "point"):
+                raise ValueError("Imputed cells are for `fill`, not for `decode`.")
             cells = np.asarray(arrays[key])
             num = sum(getattr(c, kind) == key for c in self.columns)
             if cells.ndim < 2 or cells.shape[-1] != num:

@@ -10,6 +10,7 @@ import time
 import warnings
 
 import jax
+from jax import random
 import numpy as np
 from palmerpenguins import load_penguins
 import pandas as pd
@@ -18,7 +19,9 @@ import pytest
 
 from numpyro import handlers
 
+from numpyro_subanneal import Posterior
 from numpyro_subanneal.models import crosscat, mixture
+from numpyro_subanneal.posterior import Imputation
 from numpyro_subanneal.tables import Table, TableWarning
 
 pl = pytest.importorskip("polars")
@@ -847,3 +850,91 @@ def test_a_table_leaves_the_dataframe_as_it_was():
         warnings.simplefilter("error")
         make(df, GIVEN, missing=("u", 3)).decode()
     pandas.testing.assert_frame_equal(df, everything())
+
+
+# --- Missing cells filled in ---------------------------------------------------------
+
+
+def with_gaps():
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(
+        {
+            "sex": pd.Series(["f", None, "m"] * 20),
+            "size": rng.normal(size=60),
+            "calls": rng.poisson(20.0, 60).astype(float),
+            "kind": rng.choice(["x", "y"], 60),
+            "tail": rng.normal(size=60),
+        }
+    )
+    df.loc[[3, 5], "tail"] = np.nan
+    df.loc[4, "calls"] = np.nan
+    return df
+
+
+IMPUTED = {
+    # Sites hold the columns of one type, or of as many labels: here `sex` and `kind`,
+    # `size` and `tail`.
+    "categorical_2": ([[r, 0] for r in range(1, 60, 3)], np.ones(20, int)),
+    "real": ([[3, 1], [5, 1]], np.array([0.5, -0.25])),
+    "count": ([[4, 0]], np.array([2.75])),
+}
+
+
+def imputation(index, point):
+    return Imputation(np.array(index), point[None], point, 0 * point)
+
+
+@pytest.mark.parametrize("of", [lambda df: df, polars_of], ids=["pandas", "polars"])
+def test_missing_cells_are_filled_in(of):
+    df = with_gaps()
+    table = make(of(df), types={"calls": "count"})
+    imputed = {name: imputation(*found) for name, found in IMPUTED.items()}
+    filled = table.fill(imputed)
+    assert type(filled) is type(of(df))
+    expected = df.assign(
+        sex=df["sex"].fillna("m"),
+        tail=df["tail"].fillna({3: 0.5, 5: -0.25}),
+        calls=df["calls"].fillna(2.75),
+    )
+    for name in df:
+        values = filled[name].to_list()
+        if df[name].dtype == float:
+            np.testing.assert_allclose(values, expected[name], rtol=1e-6)
+        else:
+            assert values == expected[name].to_list()
+    # Of what is not given the gaps remain.
+    some = table.fill({"real": imputed["real"]})
+    assert sum(v is None or v != v for v in some["calls"].to_list()) == 1
+
+
+def test_cells_that_the_model_imputed_fill_the_table():
+    table = make(with_gaps(), types={"calls": "count"})
+    given = dict(concentration=1.0, discount=0.0, kappa=0.1, shape=2.0, strength=1.0)
+    samples = {
+        "z": np.arange(2 * 60).reshape(2, 60) % 3,
+        "count_shape": np.ones((2, 1)),
+    }
+    posterior = Posterior(
+        mixture.mixed, samples, (), {**table.model_args, **given, "num_clusters": 4}
+    )
+    filled = table.fill(posterior.impute(random.key(1)))
+    assert not filled.isna().any().any()
+    whole = with_gaps().notna()
+    pandas.testing.assert_frame_equal(
+        filled.where(whole), with_gaps().where(whole), rtol=1e-6
+    )
+
+
+def test_what_cannot_fill_a_table_is_refused():
+    table = make(with_gaps())
+    real = imputation(*IMPUTED["real"])
+    with pytest.raises(ValueError, match="'x'; it must be what `Posterior.impute`"):
+        table.fill({"x": real})
+    with pytest.raises(ValueError, match="ndarray of 'real'"):
+        table.fill({"real": np.zeros((60, 2))})
+    with pytest.raises(ValueError, match="a cell of row 60, but the table has 60"):
+        table.fill({"real": imputation([[60, 1]], np.zeros(1))})
+    with pytest.raises(ValueError, match="Imputed cells are for `fill`"):
+        table.decode({"real": real})
+    with pytest.raises(ValueError, match=r"no column \['size'\]"):
+        table.sites(["size"])
