@@ -148,7 +148,7 @@ def exact(table, law, capacity=None):
 
 NUM_CHAINS = 300
 THINNING = 8  # sweeps; `test_draws_are_nearly_independent` says why
-KEPT = 30
+KEPT = 46
 DROPPED = 6  # of the kept draws, 48 sweeps, until the start is forgotten
 
 NUM_WARMUP = 3
