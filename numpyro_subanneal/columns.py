@@ -74,7 +74,14 @@ from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.rows import Clusters, Component
 from numpyro_subanneal.subsample import Subsample, over_chains
 from numpyro_subanneal.typing import Array
-from numpyro_subanneal.variates import below, fold_in, gumbel, uniform
+from numpyro_subanneal.variates import (
+    below,
+    fold_in,
+    gumbel,
+    nth,
+    running_sums,
+    uniform,
+)
 from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
 
 # Random numbers are drawn for so many rows at a time.
@@ -269,7 +276,7 @@ def draw_vacant(
         live = i < subsample.size
         num = (counts > 0).sum(-1, dtype=jnp.int32)
         new = jnp.exp(prior.log_weight_new(num, jnp.broadcast_to(i, num.shape)))
-        ends = _running_sums(weights)
+        ends = running_sums(weights)
         # A new cluster has the low end, where floats are fine.
         level = u[i - first] * (ends[:, -1] + new)
         opens = (level < new) | (num == 0)
@@ -302,23 +309,6 @@ def draw_vacant(
     )
     z, counts, _, fits = lax.fori_loop(0, -(-stop // _CHUNK), chunk, start)
     return z, counts, fits | ~vacant
-
-
-def _running_sums(x):
-    """
-    Cumulative sums over the last axis, by blocks: as many operations as the power 3/2
-    of its length (:func:`jax.numpy.cumsum` takes the square), in three kernels, where
-    :func:`jax.lax.associative_scan` is compiled to several for every power of two.
-    """
-    size = x.shape[-1]
-    width = max(1, round(size**0.5))
-    pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % width)]
-    blocks = jnp.pad(x, pad).reshape(*x.shape[:-1], -1, width)
-    upto = np.tri(width, dtype=bool)
-    within = jnp.where(upto, blocks[..., None, :], 0).sum(-1)
-    before = np.tri(blocks.shape[-2], k=-1, dtype=bool)
-    before = jnp.where(before, within[..., None, :, -1], 0).sum(-1)
-    return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
 
 
 def _count(scene, z):
@@ -524,7 +514,7 @@ def _guided(num_guided, rng_key, scene, site, state):
         noise = gumbel(fold_in(key_choice, 1), log_weight.shape)
         target = jnp.argmax(log_weight + noise).astype(jnp.int32)
         vacant = ~others
-        seat = _nth(vacant, below(bits[1], vacant.sum(dtype=jnp.int32)))
+        seat = nth(vacant, below(bits[1], vacant.sum(dtype=jnp.int32)))
         view = offset + jnp.where(birth, seat, own)
         parts, index = _features_of(scene, site, e)
         views = view[None]
@@ -602,7 +592,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         split = own == other
         # The new one is any of those that are vacant.
         vacant = sizes == 0
-        seat = _nth(vacant, below(bits[2], vacant.sum(dtype=jnp.int32)))
+        seat = nth(vacant, below(bits[2], vacant.sum(dtype=jnp.int32)))
         pair = jnp.stack([own, jnp.where(split, seat, other)])
         views = offset + pair
         # Of each element: with the first, 0, with the second, 1, or not concerned, 2.
@@ -696,11 +686,6 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
     return lax.fori_loop(0, num_splits, maybe, state)
 
 
-def _nth(which, n):
-    """The `n`-th position, counted from zero, that is true in `which`."""
-    return jnp.argmax(which & (jnp.cumsum(which) == n + 1)).astype(jnp.int32)
-
-
 # --- new partitions of the rows -------------------------------------------------------
 
 
@@ -761,7 +746,7 @@ def _impute(rng_key, scene, site, components, index, views, z, draws):
             log_weight = log_weight + score[:num_views]
         log_sum = logsumexp(log_weight, -1)
         each = jnp.exp(log_weight - log_sum[:, None])
-        ends = _running_sums(each)
+        ends = running_sums(each)
         level = u[i - first][:, None] * ends[:, -1:]
         # Of no weight is none: ends that are equal may be rounded differently.
         drawn = jnp.argmax((ends > level) & (each > 0), -1).astype(jnp.int32)

@@ -532,8 +532,8 @@ def _run_at_width(
             k = jnp.where(real, k, 0)
         counts = counts + jnp.where(_one(on & real) & (slots == _one(k)), 1, 0)
 
-        def put(carry):
-            stats, tables, z, due = carry
+        def put(_, carry):
+            stats, tables, z = carry
             changed = [
                 c.block.put(c.hyper, s, t, out, x, k, on, view)
                 for (c, out, x, view), s, t in zip(parts, stats, tables, strict=True)
@@ -548,17 +548,14 @@ def _run_at_width(
             k_all = in_all_views(k)
             values = jnp.stack([jnp.full_like(k_all, -1), k_all])
             z = z.at[where].set(values, mode="drop")
-            return stats, tables, z, jnp.zeros_like(due)
+            return stats, tables, z
 
         # A row that goes back to where it was changes nothing; in a sweep of all rows
         # most do. (A loop of at most one iteration: a branch of `lax.cond` would copy
         # what it may change.)
         stays = leaving & (leaves == enters) & (k == k_was).all()
-        stats, tables, z, _ = lax.while_loop(
-            lambda carry: any_chain(carry[-1]),
-            put,
-            (stats, loop.tables, z, on & ~stays),
-        )
+        times = over_chains((on & ~stays).astype(jnp.int32))
+        stats, tables, z = lax.fori_loop(0, times, put, (stats, loop.tables, z))
         position = loop.position + jnp.where(on, 1, 0)
         return _Loop(
             position,

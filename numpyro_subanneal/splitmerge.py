@@ -40,7 +40,7 @@ from numpyro_subanneal import variates
 from numpyro_subanneal.rows import Clusters, Component, Prior
 from numpyro_subanneal.subsample import Subsample, any_chain, over_chains
 from numpyro_subanneal.typing import Array
-from numpyro_subanneal.variates import below, fold_in, uniform
+from numpyro_subanneal.variates import below, fold_in, nth, running_sums, uniform
 from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
 from numpyro_subanneal.weights import LabelledPrior
 
@@ -394,20 +394,15 @@ def _choose(options, bits, restricted, scene, record, due):
 
     # A row of another cluster, as its place when the clusters are laid end to end.
     others = jnp.where(slots == c, 0, counts)
-    # NB: in two kernels, where `jnp.cumsum` and `jnp.searchsorted` are twenty, each of
-    # which takes time to compile.
-    ends = jnp.where(slots <= slots[:, None], others, 0).sum(1, dtype=jnp.int32)
+    ends = running_sums(others).astype(jnp.int32)
     place = below(bits[2], size - own)
     other = jnp.minimum((ends <= place).sum(dtype=jnp.int32), capacity - 1)
     free = counts == 0
     num_free = free.sum(dtype=jnp.int32)
     # Where clusters have no labels, which slot stands for the new one is immaterial.
     labelled = isinstance(prior, LabelledPrior)
-    empty = jnp.argmax(free)
-    if labelled:
-        before = (free & (slots < slots[:, None])).sum(1, dtype=jnp.int32)
-        empty = jnp.argmax(free & (before == below(bits[3], num_free)))
-    e = jnp.where(split, empty.astype(jnp.int32), other)
+    empty = nth(free, below(bits[3], num_free) if labelled else 0)
+    e = jnp.where(split, empty, other)
 
     full = split & (own > 1) & (num_free == 0)
     possible = jnp.where(split, (own > 1) & (num_free > 0), size > own)

@@ -117,6 +117,29 @@ def below(bits: Array, count: Array | int) -> Array:
     return (bits % count).astype(jnp.int32)
 
 
+def nth(which: Array, n: Array) -> Array:
+    """The `n`-th position, counted from zero, that is true in `which`."""
+    sums = running_sums(which.astype(jnp.int32))
+    return jnp.argmax(which & (sums == n + 1)).astype(jnp.int32)
+
+
+def running_sums(x: Array) -> Array:
+    """
+    Cumulative sums over the last axis, by blocks: as many operations as the power 3/2
+    of its length (:func:`jax.numpy.cumsum` takes the square), in three kernels, where
+    :func:`jax.lax.associative_scan` is compiled to several for every power of two.
+    """
+    size = x.shape[-1]
+    width = max(1, round(size**0.5))
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % width)]
+    blocks = jnp.pad(x, pad).reshape(*x.shape[:-1], -1, width)
+    upto = np.tri(width, dtype=bool)
+    within = jnp.where(upto, blocks[..., None, :], 0).sum(-1)
+    before = np.tri(blocks.shape[-2], k=-1, dtype=bool)
+    before = jnp.where(before, within[..., None, :, -1], 0).sum(-1)
+    return (within + before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
+
+
 def uniform(bits: Array) -> Array:
     """Uniform variates of 32 random bits each; never zero, but one if rounded up."""
     dtype = jnp.result_type(float)

@@ -101,10 +101,3 @@ def test_moves_leave_the_posterior_as_it_is(prior, move, num_views, usable):
 def test_numbers_of_moves_are_checked(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a nonnegative integer"):
         FeatureMoves(**{name: value})
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 30, 64, 100])
-def test_running_sums_are_those_of_numpy(size):
-    x = np.random.default_rng(size).integers(0, 1000, (2, 3, size))
-    sums = columns._running_sums(jnp.asarray(x, jnp.float32))
-    np.testing.assert_array_equal(sums, x.cumsum(-1))

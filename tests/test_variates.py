@@ -110,3 +110,18 @@ def test_gumbel_noise_is_that_of_its_bits():
     # The other end has few digits in float32, and makes no choices.
     inner = u < 0.99
     assert_allclose(found[inner], expected[inner], atol=5e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 30, 64, 100])
+def test_running_sums_are_those_of_numpy(size):
+    x = np.random.default_rng(size).integers(0, 1000, (2, 3, size))
+    sums = variates.running_sums(jnp.asarray(x, jnp.float32))
+    np.testing.assert_array_equal(sums, x.cumsum(-1))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_nth_is_that_of_numpy(size):
+    which = np.random.default_rng(size).random(size) < 0.5
+    which[0] = True
+    found = [variates.nth(jnp.asarray(which), n) for n in range(which.sum())]
+    assert_array_equal(found, np.flatnonzero(which))

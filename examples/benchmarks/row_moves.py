@@ -16,7 +16,7 @@ cluster's parameters included, divided by the number of moves. In a sweep of all
 nothing; while the chain anneals ("anneal") one row leaves and another enters at each
 move, from no rows on. Compare ratios within one run, since machines differ.
 
-    python examples/benchmarks/row_moves.py            # the table, about 5 minutes
+    python examples/benchmarks/row_moves.py            # the table, about 10 minutes
     python examples/benchmarks/row_moves.py --pairs    # every conjugate pair
     python examples/benchmarks/row_moves.py --quick    # two small cases
     python examples/benchmarks/row_moves.py --large    # memory of annealing 10^6 x 68
