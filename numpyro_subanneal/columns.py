@@ -91,6 +91,11 @@ _CHUNK = 256
 # keeps the rows that are visited as many.
 _ALWAYS = 256
 
+# How often views to be merged are chosen, and elements shared out, without regard to
+# the data. Of views that hold a part each of what belongs together, no split that does
+# would have made them, and so they would not be merged.
+_BLIND = 0.25
+
 # How often elements are shared out, and partitions drawn, on the way to a split.
 _NUM_LAUNCH = 2
 
@@ -382,6 +387,11 @@ def _log_weights(prior, sizes):
     return jnp.where(occupied, prior.log_weight_existing(sizes), new - jnp.log(vacant))
 
 
+def _mixed(log_prob, log_prob_blind):
+    """That of a choice that is made by one law, or, in one case in some, by another."""
+    return jnp.logaddexp(np.log(1 - _BLIND) + log_prob, np.log(_BLIND) + log_prob_blind)
+
+
 def _usable(scene, site, state):
     start = scene.layout.offsets[site]
     return state.usable[start : start + scene.layout.sizes[site]]
@@ -501,15 +511,23 @@ def _guided(num_guided, rng_key, scene, site, state):
         return state
     offset = layout.offsets[site]
 
+    def share_of_births(num_alone):
+        """How often an element that is not alone is chosen, to leave for a new view."""
+        return jnp.where(num_alone == 0, 1.0, jnp.where(num_alone == num, 0.0, 0.5))
+
     def propose(i, state):
         key_choice, key_rows, key_gibbs = variates.split(fold_in(rng_key, i), 3)
-        bits = variates.bits(key_choice, (3,))
+        bits = variates.bits(key_choice, (4,))
         labels, fit = state.labels[site], state.fit[site]
-        e = below(bits[0], num)
+        sizes = layout.num_elements_in(site, state.labels)
+        alone = sizes[labels] == 1
+        num_alone = alone.sum(dtype=jnp.int32)
+        birth = uniform(bits[3]) < share_of_births(num_alone)
+        among = jnp.where(birth, num - num_alone, num_alone)
+        e = nth(alone != birth, below(bits[0], among))
         own = labels[e]
-        sizes = layout.num_elements_in(site, state.labels).at[own].add(-1)
+        sizes = sizes.at[own].add(-1)
         others = sizes > 0
-        birth = others[own]
         log_weight = jnp.where(others, _log_weights(prior, sizes) + fit[e], -jnp.inf)
         noise = gumbel(fold_in(key_choice, 1), log_weight.shape)
         target = jnp.argmax(log_weight + noise).astype(jnp.int32)
@@ -523,6 +541,12 @@ def _guided(num_guided, rng_key, scene, site, state):
         fits = jnp.isfinite(log_z)
         new = prior.log_weight_new(others.sum(dtype=jnp.int32), num - 1)
         log_ratio = new + log_z - logsumexp(log_weight)
+        # How many are alone if it shares a view, and if it does not.
+        lone = sizes[jnp.where(birth, own, target)] == 1
+        together = jnp.where(birth, num_alone, num_alone - 1 - lone)
+        apart = jnp.where(birth, num_alone + 1 + lone, num_alone)
+        log_ratio += jnp.log((1 - share_of_births(apart)) / apart)
+        log_ratio -= jnp.log(share_of_births(together) / (num - together))
         log_ratio = jnp.where(birth, log_ratio, -log_ratio)
         possible = jnp.where(birth, vacant.any() & fits, others.any())
         accept = possible & (jnp.log(uniform(bits[2])) < log_ratio)
@@ -580,19 +604,48 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
     # loop, as each would take long to compile.
     reverse, last = _NUM_LAUNCH, _NUM_LAUNCH + 1
 
+    def share_of_splits(num_occupied):
+        return jnp.where(num_occupied == 1, 1.0, 0.5)
+
+    def log_prob_pairs(labels, sizes, fit, log_prior):
+        """
+        Of each two views, that they are to be merged, ``[views, views]``: mostly by how
+        much likelier all is if the elements of the first join the second as it is.
+        """
+        total = jnp.zeros((num_views, num_views)).at[labels].add(fit)
+        gain = total - (jnp.diagonal(total) + log_prior)[:, None]
+        two = (sizes > 0)[:, None] & (sizes > 0) & ~np.eye(num_views, dtype=bool)
+        gain = jnp.where(two, gain, -jnp.inf)
+        by_gain = gain - logsumexp(gain)
+        any_two = jnp.where(two, -jnp.log(two.sum()), -jnp.inf)
+        log_prob = _mixed(by_gain, any_two)
+        return jnp.where(two, log_prob, -jnp.inf)
+
     def propose(_, state, rng_key, made):
-        bits = variates.bits(fold_in(rng_key, 1), (4,))
+        bits = variates.bits(fold_in(rng_key, 1), (7,))
         key_rounds = fold_in(rng_key, 2)
         labels = state.labels[site]
         sizes = layout.num_elements_in(site, state.labels)
-        first = below(bits[0], num)
-        second = below(bits[1], num - 1)
-        second = second + (second >= first)
-        own, other = labels[first], labels[second]
-        split = own == other
+        occupied = sizes > 0
+        num_occupied = occupied.sum(dtype=jnp.int32)
+        split = uniform(bits[0]) < share_of_splits(num_occupied)
+        # A view to be split is that of any element.
+        of_any = labels[below(bits[1], num)]
+        own_prior = scene.prior.of_views(site, jnp.arange(num_views))
+        log_prior = own_prior.log_eppf(state.counts[offset : offset + num_views])
+        chances = log_prob_pairs(labels, sizes, state.fit[site], log_prior).ravel()
+        ends = running_sums(jnp.exp(chances))
+        drawn = (ends > uniform(bits[1]) * ends[-1]) & (chances > -jnp.inf)
+        drawn = jnp.argmax(drawn).astype(jnp.int32)
+        own = jnp.where(split, of_any, drawn // num_views)
+        partner = jnp.where(split, of_any, drawn % num_views)
+        first = nth(labels == own, below(bits[2], sizes[own]))
+        eligible = (labels == partner) & (jnp.arange(num) != first)
+        second = nth(eligible, below(bits[3], eligible.sum(dtype=jnp.int32)))
+        other = labels[second]
         # The new one is any of those that are vacant.
-        vacant = sizes == 0
-        seat = nth(vacant, below(bits[2], vacant.sum(dtype=jnp.int32)))
+        vacant = ~occupied
+        seat = nth(vacant, below(bits[4], vacant.sum(dtype=jnp.int32)))
         pair = jnp.stack([own, jnp.where(split, seat, other)])
         views = offset + pair
         # Of each element: with the first, 0, with the second, 1, or not concerned, 2.
@@ -601,30 +654,35 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         united = jnp.where(concerned, 0, 2)
         anchors = jnp.full(num, 2).at[first].set(0).at[second].set(1)
 
-        def share_out(fit, u, known):
+        def share_out(fit, u, flat, known):
             """
-            The others, in turn: drawn, or as they are, if that is `known`.
+            The others, in turn: drawn, by their fit or, if `flat`, by the prior alone,
+            or as they are, if that is `known`.
 
             :return: where they go, and the log probability of that.
             """
 
             def seat(e, carry):
                 side, sizes, log_q = carry
-                log_weight = prior.log_weight_existing(sizes) + fit[e]
-                log_prob = log_weight - logsumexp(log_weight)
-                drawn = jnp.where(jnp.log(u[e]) < log_prob[1], 1, 0)
+                log_weight = prior.log_weight_existing(sizes)
+                log_weight = jnp.stack([log_weight + fit[e], log_weight])
+                log_prob = log_weight - logsumexp(log_weight, -1, keepdims=True)
+                chance = jnp.where(flat, log_prob[1, 1], log_prob[0, 1])
+                drawn = jnp.where(jnp.log(u[e]) < chance, 1, 0)
                 k = jnp.where(known, as_it_is[e], drawn)
                 on = concerned[e] & (anchors[e] == 2)
                 side = jnp.where(on, side.at[e].set(k), side)
                 sizes = sizes.at[k].add(jnp.where(on, 1, 0))
-                return side, sizes, log_q + jnp.where(on, log_prob[k], 0)
+                return side, sizes, log_q + jnp.where(on, log_prob[:, k], 0)
 
-            start = anchors, jnp.ones(2, jnp.int32), jnp.zeros((), fit.dtype)
+            start = anchors, jnp.ones(2, jnp.int32), jnp.zeros(2, fit.dtype)
             side, _, log_q = lax.fori_loop(0, num, seat, start)
-            return side, log_q
+            return side, _mixed(*log_q)
+
+        flat = uniform(bits[5]) < _BLIND
 
         def run_round(r, carry):
-            side, log_q, log_z, _ = carry
+            side, log_q, log_z, _, _ = carry
             key_rows, key_share = variates.split(fold_in(key_rounds, r))
             seats = jnp.where(split == (r == reverse), united, side)
             seats = jnp.where(r < reverse, side, seats)
@@ -643,25 +701,40 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
             log_z = log_z.at[jnp.where(r == last, 1, 0)].set(total)
             fit = _fit(scene, _count(scene, imputed.z), site)
             u = uniform(variates.bits(key_share, (num,)))
-            shared = share_out(fit, u, (r == reverse - 1) & ~split)
+            final = r == reverse - 1
+            shared = share_out(fit, u, final & flat, final & ~split)
             side, log_q = jax.tree.map(
                 lambda a, b: jnp.where(r < reverse, a, b), shared, (side, log_q)
             )
-            return side, log_q, log_z, imputed
+            return side, log_q, log_z, imputed, fit
 
         zero = jnp.zeros((), state.fit[site].dtype)
-        start = anchors, zero, jnp.zeros(2, zero.dtype), _Imputed.start(scene, 2)
-        side, log_q, log_z, imputed = lax.fori_loop(0, last + 1, run_round, start)
+        both = jnp.zeros((num, 2), zero.dtype)
+        start = anchors, zero, both[0], _Imputed.start(scene, 2), both
+        end = lax.fori_loop(0, last + 1, run_round, start)
+        side, log_q, log_z, imputed, fit = end
         nums = jnp.stack([(side == k).sum(dtype=jnp.int32) for k in range(2)])
         apart = sizes.at[pair].set(nums)
         together = sizes.at[pair].set(jnp.stack([nums.sum(dtype=jnp.int32), 0]))
         log_ratio = prior.log_eppf(apart) - prior.log_eppf(together) - log_q
+        moved = jnp.where(concerned, pair[jnp.minimum(side, 1)], labels)
+        # These two elements are chosen, the views being apart and being one.
+        fit = jnp.where(split, state.fit[site].at[:, pair].set(fit), state.fit[site])
+        new_prior = scene.prior.of_views(site, pair).log_eppf(imputed.counts)
+        log_prior = jnp.where(split, log_prior.at[pair].set(new_prior), log_prior)
+        chances = log_prob_pairs(moved, apart, fit, log_prior)
+        num_apart = (apart > 0).sum()
+        log_ratio += jnp.log1p(-share_of_splits(num_apart)) + chances[*pair]
+        log_ratio -= jnp.log(nums[0] * nums[1])
+        share = share_of_splits(num_apart - 1)
+        log_ratio -= jnp.log(share * nums.sum() / num)
+        log_ratio += jnp.log(nums.sum() * (nums.sum() - 1))
         log_ratio = jnp.where(split, log_ratio, -log_ratio) + log_z[1] - log_z[0]
-        possible = made & (~split | vacant.any())
-        accept = possible & (jnp.log(uniform(bits[3])) < log_ratio)
+        possible = made & jnp.where(split, (sizes[own] > 1) & vacant.any(), True)
+        accept = possible & (jnp.log(uniform(bits[6])) < log_ratio)
 
-        moved = jnp.where(split, pair[jnp.minimum(side, 1)], own)
-        moved = jnp.where(accept & concerned, moved, labels)
+        moved = jnp.where(split | ~concerned, moved, own)
+        moved = jnp.where(accept, moved, labels)
         opened = jnp.stack([accept, accept & split])
         state = _fill(scene, site, state, views, imputed, opened)
         return _with_labels(state, site, moved)._replace(
