@@ -212,6 +212,7 @@ RUNS = {
     "splits and gaps": (
         "mixed 4x3 masked", "py dp", 3, 4, FeatureMoves(0, 0, 0, 3), None, LINEAR,
     ),
+    "guided": ("mixed 4x3", "py py", 3, 4, FeatureMoves(0, 0, 3, 0), None, LINEAR),
     # Fewer views and clusters than there could be. The columns of two views of two
     # cannot part one by one.
     "guided of four": (
