@@ -96,6 +96,9 @@ _ALWAYS = 256
 # would have made them, and so they would not be merged.
 _BLIND = 0.25
 
+# Statistics of so many views are counted in one pass over the rows.
+_VIEWS_AT_ONCE = 4
+
 # How often elements are shared out, and partitions drawn, on the way to a split.
 _NUM_LAUNCH = 2
 
@@ -215,11 +218,13 @@ def move_features(
     scene = _Scene(prior, feature_priors, components, subsample, layout, capacity)
     key_vacant, *move_keys = variates.split(rng_key, 5)
     occupied = layout.num_features(clusters.labels) > 0
+    opens = _is_due(fold_in(key_vacant, 0), scene)
     z, drawn, usable = draw_vacant(
-        key_vacant, prior, clusters.z, subsample, capacity, ~occupied
-    )
+        fold_in(key_vacant, 1), prior, clusters.z, subsample, capacity,
+        ~occupied & opens,
+    )  # fmt: skip
     counts = jnp.where(occupied[:, None], clusters.counts, drawn)
-    stats = _count(scene, z)
+    stats = _count(scene, z, occupied | opens)
     fit = []
     for site, (start, size) in enumerate(
         zip(layout.offsets, layout.sizes, strict=True)
@@ -231,8 +236,8 @@ def move_features(
         if feature_prior is None:
             continue
         keys = [fold_in(key, site) for key in move_keys]
-        state = _share_out_sets(options.num_sets, keys[1], scene, site, state)
-        state = _gibbs(options.num_sweeps, keys[0], scene, site, state)
+        state = _share_out_sets(options.num_sets, keys[1], scene, site, state, opens)
+        state = _gibbs(options.num_sweeps, keys[0], scene, site, state, opens)
         # NB: after these two no partition of a vacant view is looked at: what those
         # leave vacant has one that is not drawn from the prior.
         state = _guided(options.num_guided, keys[2], scene, site, state)
@@ -274,7 +279,7 @@ def draw_vacant(
     """
     num_views = z.shape[1]
     slots = jnp.arange(capacity, dtype=jnp.int32)
-    stop = over_chains(subsample.size)
+    stop = over_chains(jnp.where(vacant.any(), subsample.size, 0))
 
     def seat(i, carry, u, first):
         z, counts, weights, fits = carry
@@ -316,33 +321,49 @@ def draw_vacant(
     return z, counts, fits | ~vacant
 
 
-def _count(scene, z):
-    """Statistics of all features under assignments `z` ``[N, views]`` of the rows that
-    are in: views first."""
+def _count(scene, z, wanted):
+    """
+    Statistics of all features under the assignments `z` ``[N, views]`` of the rows that
+    are in, in the `wanted` views: views first; those of others mean nothing.
+    """
     _, _, components, subsample, _, capacity = scene
     stop = over_chains(subsample.size)
+    num_views = z.shape[1]
+    width = min(num_views, _VIEWS_AT_ONCE)
+    # Wanted ones first; there is no view beyond the last.
+    places = -(-num_views // width) * width
+    order = jnp.argsort(~wanted, stable=True).astype(jnp.int32)
+    order = jnp.pad(order, (0, places - num_views), constant_values=num_views)
 
-    def add_row(i, stats):
-        row = subsample.order[i]
-        live = i < subsample.size
-        k = jnp.maximum(z[row], 0)
-        found = []
-        for c, s in zip(components, stats, strict=True):
-            x = c.block.row(c.hyper, c.data, row)
-
-            def add(s, k, c=c, x=x):
-                return c.block.add(c.hyper, s, x, k, live)
-
-            found.append(jax.vmap(add)(s, k))
-        return tuple(found)
-
-    def start(c):
+    def start(c, num):
         empty = c.block.empty(c.hyper, capacity)
-        return jax.tree.map(
-            lambda s: jnp.broadcast_to(s, (z.shape[1], *s.shape)), empty
-        )
+        return jax.tree.map(lambda s: jnp.broadcast_to(s, (num, *s.shape)), empty)
 
-    return lax.fori_loop(0, stop, add_row, tuple(start(c) for c in components))
+    def count_some(i, whole):
+        views = lax.dynamic_slice_in_dim(order, i * width, width)
+        columns = jnp.minimum(views, num_views - 1)
+
+        def add_row(i, stats):
+            row = subsample.order[i]
+            live = i < subsample.size
+            k = jnp.maximum(z[row, columns], 0)
+            found = []
+            for c, s in zip(components, stats, strict=True):
+                x = c.block.row(c.hyper, c.data, row)
+
+                def add(s, k, c=c, x=x):
+                    return c.block.add(c.hyper, s, x, k, live)
+
+                found.append(jax.vmap(add)(s, k))
+            return tuple(found)
+
+        none = tuple(start(c, width) for c in components)
+        stats = lax.fori_loop(0, stop, add_row, none)
+        return jax.tree.map(lambda a, b: a.at[views].set(b, mode="drop"), whole, stats)
+
+    times = over_chains(-(-wanted.sum(dtype=jnp.int32) // width))
+    whole = tuple(start(c, num_views) for c in components)
+    return lax.fori_loop(0, times, count_some, whole)
 
 
 def _evidence(scene, stats):
@@ -406,8 +427,11 @@ def _with_labels(state, site, labels):
 # --- moves ------------------------------------------------------------------------
 
 
-def _gibbs(num_sweeps, rng_key, scene, site, state):
-    """Every element in turn, so many times."""
+def _gibbs(num_sweeps, rng_key, scene, site, state, opens):
+    """
+    Every element in turn, so many times; where the move is not one that `opens` views,
+    those that are alone stay, and the others choose among occupied ones.
+    """
     if num_sweeps == 0:
         return state
     prior, fit = scene.feature_priors[site], state.fit[site]
@@ -421,8 +445,9 @@ def _gibbs(num_sweeps, rng_key, scene, site, state):
         old = labels[e]
         sizes = sizes.at[old].add(-1)
         log_weight = _log_weights(prior, sizes) + fit[e]
-        log_weight = jnp.where(usable, log_weight, -jnp.inf)
+        log_weight = jnp.where(opens & usable | (sizes > 0), log_weight, -jnp.inf)
         new = jnp.argmax(log_weight + noise[i // num, e]).astype(jnp.int32)
+        new = jnp.where(opens | (sizes[old] > 0), new, old)
         moved = moved + (new != old)
         return labels.at[e].set(new), sizes.at[new].add(1), moved
 
@@ -433,8 +458,9 @@ def _gibbs(num_sweeps, rng_key, scene, site, state):
     return _with_labels(state, site, labels)._replace(record=record)
 
 
-def _share_out_sets(num_sets, rng_key, scene, site, state):
-    """Share out the elements of two views anew, by the urn of their prior."""
+def _share_out_sets(num_sets, rng_key, scene, site, state, opens):
+    """Share out the elements of two views anew, by the urn of their prior; where the
+    move is not one that `opens` views, both are occupied and stay so."""
     prior, fit = scene.feature_priors[site], state.fit[site]
     usable = _usable(scene, site, state)
     num, num_views = fit.shape
@@ -491,7 +517,8 @@ def _share_out_sets(num_sets, rng_key, scene, site, state):
         changed = new != labels
         gain = jnp.where(changed, fit[each, new] - fit[each, labels], 0).sum()
         log_ratio = gain + total_new - total_old
-        accept = jnp.log(uniform(bits[2])) < log_ratio
+        kept = (new[:, None] == pair).any(0) & (labels[:, None] == pair).any(0)
+        accept = (jnp.log(uniform(bits[2])) < log_ratio) & (opens | kept.all())
         accepted = accepted + (accept & changed.any())
         return jnp.where(accept, new, labels), accepted
 
@@ -515,8 +542,8 @@ def _guided(num_guided, rng_key, scene, site, state):
         """How often an element that is not alone is chosen, to leave for a new view."""
         return jnp.where(num_alone == 0, 1.0, jnp.where(num_alone == num, 0.0, 0.5))
 
-    def propose(i, state):
-        key_choice, key_rows, key_gibbs = variates.split(fold_in(rng_key, i), 3)
+    def propose(rng_key, state, made):
+        key_choice, key_rows, key_gibbs = variates.split(rng_key, 3)
         bits = variates.bits(key_choice, (4,))
         labels, fit = state.labels[site], state.fit[site]
         sizes = layout.num_elements_in(site, state.labels)
@@ -549,7 +576,7 @@ def _guided(num_guided, rng_key, scene, site, state):
         log_ratio -= jnp.log(share_of_births(together) / (num - together))
         log_ratio = jnp.where(birth, log_ratio, -log_ratio)
         possible = jnp.where(birth, vacant.any() & fits, others.any())
-        accept = possible & (jnp.log(uniform(bits[2])) < log_ratio)
+        accept = made & possible & (jnp.log(uniform(bits[2])) < log_ratio)
 
         moved = labels.at[e].set(jnp.where(birth, seat, target))
         state = _with_labels(state, site, jnp.where(accept, moved, labels))
@@ -562,35 +589,15 @@ def _guided(num_guided, rng_key, scene, site, state):
         )
         opened = accept & birth
         state = _fill(scene, site, state, views, imputed, opened[None])
-        # NB: whether or not a view was opened, else it would not be exact.
-        return _gather_round(key_gibbs, scene, site, state)
+        # So that others may join a new one. NB: whether or not a view was opened, else
+        # it would not be exact.
+        opens = jnp.asarray(False)
+        after = _gibbs(1, key_gibbs, scene, site, state, opens)
+        labels = jnp.where(made, after.labels[site], state.labels[site])
+        record = jax.tree.map(partial(jnp.where, made), after.record, state.record)
+        return _with_labels(state, site, labels)._replace(record=record)
 
-    return lax.fori_loop(0, num_guided, propose, state)
-
-
-def _gather_round(rng_key, scene, site, state):
-    """
-    A Gibbs sweep over the elements that are not alone, among occupied views: so that
-    others may join a new one.
-    """
-    prior, fit = scene.feature_priors[site], state.fit[site]
-    num = fit.shape[0]
-    noise = gumbel(rng_key, fit.shape)
-
-    def move(e, carry):
-        labels, sizes = carry
-        old = labels[e]
-        alone = sizes[old] == 1
-        sizes = sizes.at[old].add(-1)
-        log_weight = _log_weights(prior, sizes) + fit[e]
-        log_weight = jnp.where(sizes > 0, log_weight, -jnp.inf)
-        new = jnp.argmax(log_weight + noise[e]).astype(jnp.int32)
-        new = jnp.where(alone, old, new)
-        return labels.at[e].set(new), sizes.at[new].add(1)
-
-    sizes = scene.layout.num_elements_in(site, state.labels)
-    labels, _ = lax.fori_loop(0, num, move, (state.labels[site], sizes))
-    return _with_labels(state, site, labels)
+    return _at_times(num_guided, rng_key, scene, propose, state)
 
 
 def _split_and_merge(num_splits, rng_key, scene, site, state):
@@ -600,6 +607,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
     if num < 2 or num_views < 2:
         return state
     offset = layout.offsets[site]
+    every = jnp.ones(2, bool)
     # Rounds: the launch, what the reverse would draw, what is proposed. They are one
     # loop, as each would take long to compile.
     reverse, last = _NUM_LAUNCH, _NUM_LAUNCH + 1
@@ -621,9 +629,9 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         log_prob = _mixed(by_gain, any_two)
         return jnp.where(two, log_prob, -jnp.inf)
 
-    def propose(_, state, rng_key, made):
-        bits = variates.bits(fold_in(rng_key, 1), (7,))
-        key_rounds = fold_in(rng_key, 2)
+    def propose(rng_key, state, made):
+        key_choice, key_rounds = variates.split(rng_key)
+        bits = variates.bits(key_choice, (7,))
         labels = state.labels[site]
         sizes = layout.num_elements_in(site, state.labels)
         occupied = sizes > 0
@@ -699,7 +707,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
             there = jnp.stack([(seats == k).any() for k in range(2)])
             total = jnp.where(there, imputed.log_z, 0).sum()
             log_z = log_z.at[jnp.where(r == last, 1, 0)].set(total)
-            fit = _fit(scene, _count(scene, imputed.z), site)
+            fit = _fit(scene, _count(scene, imputed.z, every), site)
             u = uniform(variates.bits(key_share, (num,)))
             final = r == reverse - 1
             shared = share_out(fit, u, final & flat, final & ~split)
@@ -747,16 +755,35 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
             ),
         )
 
+    return _at_times(num_splits, rng_key, scene, propose, state)
+
+
+def _is_due(rng_key, scene):
+    """Whether something is done that is not done at every turn of many rows."""
+    u = uniform(variates.bits(rng_key, ()))
+    return u * scene.subsample.size < _ALWAYS
+
+
+def _at_times(num, rng_key, scene, propose, state):
+    """
+    Some proposals, each if it is due.
+
+    :param propose: of a key, the state and whether it is made, for one of several
+        chains that does not make it: the new state.
+    """
+
     def maybe(i, state):
         # NB: not split, since JAX takes it for used again in a loop of one iteration.
         key = fold_in(rng_key, i)
-        u = uniform(variates.bits(fold_in(key, 0), ()))
-        made = u * scene.subsample.size < _ALWAYS
-        once = partial(propose, rng_key=key, made=made)
+        made = _is_due(fold_in(key, 0), scene)
+
+        def once(j, state):
+            return propose(fold_in(key, 1 + j), state, made)
+
         # Not a branch of `lax.cond`, which would copy the assignments.
         return lax.fori_loop(0, over_chains(made.astype(jnp.int32)), once, state)
 
-    return lax.fori_loop(0, num_splits, maybe, state)
+    return lax.fori_loop(0, num, maybe, state)
 
 
 # --- new partitions of the rows -------------------------------------------------------
@@ -864,7 +891,7 @@ def _fill(scene, site, state, views, imputed, on):
     local = jnp.where(on, views - scene.layout.offsets[site], scene.layout.sizes[site])
 
     def one(_, state):
-        stats = _count(scene, imputed.z)
+        stats = _count(scene, imputed.z, jnp.ones(views.shape, bool))
         fit = list(state.fit)
         found = _fit(scene, stats, site)
         fit[site] = fit[site].at[:, local].set(found, mode="drop")

@@ -261,10 +261,10 @@ class Numbered(SubsampleAnnealedGibbs):
 
 def gibbs(num_sweeps, rng_key, *args):
     """Any number of sweeps, each by itself; so many at once are in `test_columns`."""
-    *scene, state = args
+    *scene, state, opens = args
 
     def sweep(i, state):
-        return one_gibbs(1, random.fold_in(rng_key, i), *scene, state)
+        return one_gibbs(1, random.fold_in(rng_key, i), *scene, state, opens)
 
     return lax.fori_loop(0, num_sweeps, sweep, state)
 
