@@ -24,6 +24,35 @@ def compile_for(fn: Callable, *args: Any, quickly: bool = False) -> Callable:
     return jax.jit(fn).lower(*args).compile(compiler_options=options)
 
 
+def without_data(fn: Callable, *examples: Any) -> tuple[Callable, list[Any]]:
+    """
+    `fn` as a function of the large arrays that it closes over too, such as the data of
+    a model. A program that has them as constants keeps copies of them.
+
+    :param examples: arguments, for shapes and types.
+    :return: a function of a list of arrays and of the arguments of `fn`; and the list.
+    """
+    program, shape = jax.make_jaxpr(fn, return_shape=True)(*examples)
+    treedef = jax.tree.structure(shape)
+    large = [np.size(x) > _LARGE for x in program.consts]
+    data = [x for x, is_large in zip(program.consts, large, strict=True) if is_large]
+
+    def of_data(data, *args):
+        rest = iter(data)
+        consts = [
+            next(rest) if is_large else x
+            for x, is_large in zip(program.consts, large, strict=True)
+        ]
+        run = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))
+        return jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
+
+    return of_data, data
+
+
+# Number of elements from which an array is no constant of a program.
+_LARGE = 10_000
+
+
 @lru_cache
 def quick_options(level: int = 0) -> dict[str, Any]:
     """

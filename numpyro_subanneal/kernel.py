@@ -24,7 +24,7 @@ from numpyro_subanneal import hyper as hyper_moves
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading, rows, variates
 from numpyro_subanneal.columns import FeatureMoves, FeatureRecord, move_features
-from numpyro_subanneal.compiling import compile_for, quick_options
+from numpyro_subanneal.compiling import compile_for, quick_options, without_data
 from numpyro_subanneal.schedule import AbstractSchedule, LinearSchedule
 from numpyro_subanneal.splitmerge import (
     Record,
@@ -291,7 +291,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self._hyper: MCMCKernel | None = None
         self._num_hyper_warmup = 0
         self._init_fn: Callable | None = None
-        self._init_programs: dict[tuple[bool, bool], Callable] | None = None
+        self._init_programs: dict[tuple, Callable] | None = None
         self._sample_fn: Callable | None = None
         self._warned = False
 
@@ -418,21 +418,26 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         self._num_hyper_warmup = int(0.95 * updates)
         self._sample_fn = self._sample_one
         self._warned = False
-        return self._init_program(rng_key, given)(rng_key, given, steps, arrays)
+        return self._init_program(rng_key, given, steps, arrays)
 
-    def _init_program(self, rng_key, given) -> Callable:
+    def _init_program(self, rng_key, *args):
         batched = not is_prng_key(rng_key)
-        leaves = jax.tree.leaves((rng_key, given))
+        leaves, treedef = jax.tree.flatten((rng_key, *args))
         # NB: what is computed inside a trace is traced, whatever it is computed of.
         traced = any(isinstance(x, jax.core.Tracer) for x in (*leaves, jnp.zeros(())))
-        if (batched, traced) not in self._init_programs:
+        which = batched, traced, treedef, tuple(map(jax.typeof, leaves))
+        if which not in self._init_programs:
             fn = self._init_fn
             if batched:
                 fn = jax.vmap(fn, in_axes=(0, 0, None, None))
-            # It runs once a chain. Options are for programs of their own alone.
-            options = None if traced else quick_options(level=1)
-            self._init_programs[batched, traced] = jax.jit(fn, compiler_options=options)
-        return self._init_programs[batched, traced]
+            if traced:
+                self._init_programs[which] = jax.jit(fn)
+            else:
+                # It runs once a chain. Options are for programs of their own alone.
+                fn, data = without_data(fn, rng_key, *args)
+                program = jax.jit(fn, compiler_options=quick_options(level=1))
+                self._init_programs[which] = partial(program, data)
+        return self._init_programs[which](rng_key, *args)
 
     def _recognise(self, args, kwargs) -> None:
         # Chains run in sequence call `init` each, with the same arguments. What other

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -223,13 +224,13 @@ def read(
             given = given_parameters(block.pair, shape, fn)
             value = jnp.asarray(trace[shape.name]["value"])
             rows = value.shape[:1]
-            data.append(
-                Observed(
-                    value,
-                    cell_mask(fn, rows + shape.feature_shape) if shape.masked else None,
-                    tuple(given[name] for name in block.pair.given_by_row),
-                )
+            observed = Observed(
+                value,
+                cell_mask(fn, rows + shape.feature_shape) if shape.masked else None,
+                tuple(given[name] for name in block.pair.given_by_row),
             )
+            # Data that the model has as constants would be copied into every loop.
+            data.append(lax.optimization_barrier(observed))
         packed = (
             block.pack(hyper) if like is None else block.repack(like[i].hyper, hyper)
         )
