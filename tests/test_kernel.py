@@ -8,6 +8,7 @@ there are no false alarms unless a comment states a rate.
 """
 
 import copy
+from functools import partial
 import hashlib
 import os
 import pickle
@@ -859,3 +860,16 @@ def test_draws_are_bitwise_the_same_in_a_fresh_process(finished, fresh_process):
     for name, value in finished.get_samples().items():
         value = np.ascontiguousarray(value)
         assert hashes[name] == hashlib.sha256(value).hexdigest(), name
+
+
+def test_data_that_the_model_closes_over_are_in_a_program_once():
+    x = np.random.default_rng(0).normal(size=(10_007, 2)).astype(np.float32)
+    kernel = SubsampleAnnealedGibbs(partial(mixture, x))
+    state = start(kernel)
+    step = jax.jit(lambda state: kernel.sample(state, (), {}))
+    program = step.lower(state).compile().as_text()
+    found = re.findall(r"f32\[10007,2\]\S* constant\(", program)
+    assert len(found) == 1
+    (program,) = kernel._init_programs.values()
+    arrays = jax.tree.leaves(program.args)
+    assert [a.shape for a in arrays] == [x.shape]
