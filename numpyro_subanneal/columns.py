@@ -25,24 +25,33 @@ Four moves leave this distribution invariant:
   there, "propose new feature sets from the Pitman-Yor prior").
 - *Guided*: an element leaves for a new view whose partition of the rows is drawn from
   its data, row by row, each with its conditional probability given those before
-  (sequential imputation; MacEachern, Clyde and Liu, 1999). One that is alone in a view
-  may go back. With :math:`w` weights of the urn, :math:`L_v` the log marginal
-  likelihood of the element in view :math:`v`, and :math:`Z` the product over rows of
-  their conditional probabilities, the ratio of Metropolis and Hastings is
-  :math:`w_\text{new} Z / \sum_v w_v e^{L_v}`, the sum over all other occupied views.
-  Partitions that are drawn from the prior fit the data only while there are few rows;
-  this move finds some that do at any number.
-- *Splits and merges*: two elements are chosen. If they are of one view, it is split
-  between them, and if of two, these become one. The partitions of the rows of all that
-  is new are drawn by sequential imputation, each from the data of its own elements. The
-  other elements are shared out, as by Jain and Neal (2004) for rows, by how well they
-  fit partitions that no part of the state goes into but these two elements and the set
-  of the others. With :math:`p` the probability of the feature partition, :math:`q` that
-  of how the others are shared out, and :math:`Z` the product over rows for the elements
-  of a whole view, the ratio of a split of :math:`v` into :math:`a` and :math:`b` is
-  :math:`p_{ab} Z_a Z_b / (p_v Z_v q)`. Where a view has the clusters of two, each of
-  its elements is better off there than in a new view, until the others leave too and
-  the clusters are made anew: no other move does all of that.
+  (sequential imputation; MacEachern, Clyde and Liu, 1999), or one that is alone in a
+  view goes back. Each is tried half of the time, so that the few that are alone are
+  tried often. With :math:`w` weights of the urn, :math:`L_v` the log marginal
+  likelihood of the element in view :math:`v`, :math:`Z` the product over rows of their
+  conditional probabilities, and :math:`c` the probability that the element is chosen
+  where it is, the ratio of Metropolis and Hastings is
+  :math:`w_\text{new} Z c_\text{alone} / (c_v \sum_v w_v e^{L_v})`, the sum over all
+  other occupied views. Partitions that are drawn from the prior fit the data only while
+  there are few rows; this move finds some that do at any number.
+- *Splits and merges*: two elements are chosen, and the view of both is split between
+  them, or their two views become one. The partitions of the rows of all that is new are
+  drawn by sequential imputation, each from the data of its own elements. The other
+  elements are shared out, as by Jain and Neal (2004) for rows, by how well they fit
+  partitions that no part of the state goes into but these two elements and the set of
+  the others; or, now and then, by the urn alone. With :math:`p` the probability of the
+  feature partition, :math:`q` that of how the others are shared out, :math:`c` that the
+  two elements are chosen, and :math:`Z` the product over rows for the elements of a
+  whole view, the ratio of a split of :math:`v` into :math:`a` and :math:`b` is
+  :math:`p_{ab} Z_a Z_b c_{ab} / (p_v Z_v q c_v)`. Where a view has the clusters of two,
+  each of its elements is better off there than in a new view, until the others leave
+  too and the clusters are made anew: no other move does all of that. Views to be merged
+  are mostly two of which one would be the likelier in the other, with its partition as
+  it is: of a few views that hold parts of what belongs together, these are soon found.
+
+The moves that take passes over the rows to look at vacant or new views are made at
+every turn only while there are few rows. At the other turns elements move between
+occupied views, none of which becomes vacant.
 
 A view whose partition has more clusters than can be represented has probability zero.
 So a vacant view that drew such a one is not moved into.
@@ -87,8 +96,8 @@ from numpyro_subanneal.views import Layout, SomeFeatures, ViewPriors
 # Random numbers are drawn for so many rows at a time.
 _CHUNK = 256
 
-# A view is split, or two merged, at every turn of so many rows, and of more as often as
-# keeps the rows that are visited as many.
+# Views are opened, split and merged at every turn of so many rows, and of more as often
+# as keeps the rows that are visited as many.
 _ALWAYS = 256
 
 # How often views to be merged are chosen, and elements shared out, without regard to
@@ -110,14 +119,18 @@ class FeatureMoves:
     that is whenever as many rows have moved as it holds; after the warm-up, once a
     sweep.
 
-    :param int num_sweeps: Gibbs sweeps over all features.
+    Where the subsample has `n` rows, more than 256, what takes passes over the rows for
+    each view that is new is done with probability ``256 / n``.
+
+    :param int num_sweeps: Gibbs sweeps over all features; with that probability
+        features may move into vacant views, drawn from the prior.
     :param int num_sets: proposals to share out the features of two views anew.
-    :param int num_guided: proposals to move a feature to a new view drawn from its
-        data, or back; each takes a pass over the rows of that feature.
-    :param int num_splits: proposals to split a view in two or to merge two, with new
-        partitions of the rows; each takes a few passes over the rows of all features.
-        Where the subsample has `n` rows, more than 256, each is made with probability
-        ``256 / n``.
+    :param int num_guided: proposals, each made with that probability, to move a feature
+        to a new view drawn from its data, or back; each takes a pass over the rows of
+        that feature.
+    :param int num_splits: proposals, each made with that probability, to split a view
+        in two or to merge two, with new partitions of the rows; each takes a few passes
+        over the rows of all features.
     """
 
     num_sweeps: int = 4
