@@ -423,7 +423,8 @@ def _log_weights(prior, sizes):
 
 def _mixed(log_prob, log_prob_blind):
     """That of a choice that is made by one law, or, in one case in some, by another."""
-    return jnp.logaddexp(np.log(1 - _BLIND) + log_prob, np.log(_BLIND) + log_prob_blind)
+    share = jnp.asarray(_BLIND)
+    return jnp.logaddexp(jnp.log1p(-share) + log_prob, jnp.log(share) + log_prob_blind)
 
 
 def _usable(scene, site, state):

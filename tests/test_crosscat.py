@@ -235,8 +235,9 @@ RUNS = {
         SplitMerge(1, 1), LINEAR,
     ),
 }  # fmt: skip
-# With how many rows in what is rationed is made at every turn, if not the usual number.
-ALWAYS = {"rationed": 1.5}
+# With how many rows in what is rationed is made at every turn, and how often views and
+# elements are chosen without regard to the data, if not as usual.
+ALWAYS, BLIND = {"rationed": 1.5}, {"splits of four": 0.7}
 
 
 class Draws(NamedTuple):
@@ -263,9 +264,10 @@ class Numbered(SubsampleAnnealedGibbs):
     which compiling takes longer than running it, serves all runs of a shape."""
 
     def sample(self, state, model_args, model_kwargs):
-        self._feature_moves, self._split_merge, always = model_args[-1]
+        self._feature_moves, self._split_merge, always, blind = model_args[-1]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(columns, "_ALWAYS", always)
+            patch.setattr(columns, "_BLIND", blind)
             return super().sample(state, model_args, model_kwargs)
 
 
@@ -317,6 +319,7 @@ def sampled(run):
         none = jnp.asarray(0)
         numbers[1] = numbers[1]._replace(num_sequential=none, num_restricted=none)
     numbers.append(jnp.float32(ALWAYS.get(run, columns._ALWAYS)))
+    numbers.append(jnp.float32(BLIND.get(run, columns._BLIND)))
     of_features, of_rows = jax.tree.map(jnp.float32, LAWS[law])
     args = jax.tree.map(jnp.asarray, TABLES[name]), of_features, of_rows, numbers
     keys = random.split(random.key(list(RUNS).index(run)), NUM_CHAINS)
