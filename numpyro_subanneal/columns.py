@@ -644,7 +644,7 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         return jnp.where(two, log_prob, -jnp.inf)
 
     def propose(rng_key, state, made):
-        key_choice, key_rounds = variates.split(rng_key)
+        key_choice, key_pair, key_rounds = variates.split(rng_key, 3)
         bits = variates.bits(key_choice, (7,))
         labels = state.labels[site]
         sizes = layout.num_elements_in(site, state.labels)
@@ -655,10 +655,9 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         of_any = labels[below(bits[1], num)]
         own_prior = scene.prior.of_views(site, jnp.arange(num_views))
         log_prior = own_prior.log_eppf(state.counts[offset : offset + num_views])
-        chances = log_prob_pairs(labels, sizes, state.fit[site], log_prior).ravel()
-        ends = running_sums(jnp.exp(chances))
-        drawn = (ends > uniform(bits[1]) * ends[-1]) & (chances > -jnp.inf)
-        drawn = jnp.argmax(drawn).astype(jnp.int32)
+        chances = log_prob_pairs(labels, sizes, state.fit[site], log_prior)
+        noise = gumbel(key_pair, chances.shape)
+        drawn = jnp.argmax((chances + noise).ravel()).astype(jnp.int32)
         own = jnp.where(split, of_any, drawn // num_views)
         partner = jnp.where(split, of_any, drawn % num_views)
         first = nth(labels == own, below(bits[2], sizes[own]))
@@ -747,12 +746,14 @@ def _split_and_merge(num_splits, rng_key, scene, site, state):
         chances = log_prob_pairs(moved, apart, fit, log_prior)
         num_apart = (apart > 0).sum()
         log_ratio += jnp.log1p(-share_of_splits(num_apart)) + chances[*pair]
-        log_ratio -= jnp.log(nums[0] * nums[1])
+        # NB: floats, as products of integers would overflow.
+        log_ratio -= jnp.log(nums.astype(zero.dtype)).sum()
         share = share_of_splits(num_apart - 1)
-        log_ratio -= jnp.log(share * nums.sum() / num)
-        log_ratio += jnp.log(nums.sum() * (nums.sum() - 1))
+        log_ratio += jnp.log(num * (nums.sum() - 1.0)) - jnp.log(share)
         log_ratio = jnp.where(split, log_ratio, -log_ratio) + log_z[1] - log_z[0]
-        possible = made & jnp.where(split, (sizes[own] > 1) & vacant.any(), True)
+        # (A single view is not merged with itself.)
+        may = jnp.where(split, (sizes[own] > 1) & vacant.any(), own != other)
+        possible = made & may
         accept = possible & (jnp.log(uniform(bits[6])) < log_ratio)
 
         moved = jnp.where(split | ~concerned, moved, own)
