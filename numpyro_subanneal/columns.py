@@ -101,8 +101,8 @@ _CHUNK = 256
 _ALWAYS = 256
 
 # How often views to be merged are chosen, and elements shared out, without regard to
-# the data. Of views that hold a part each of what belongs together, no split that does
-# would have made them, and so they would not be merged.
+# the data. Views that hold a part each of what belongs together would hardly be made by
+# a split with regard to the data, and so would hardly be merged.
 _BLIND = 0.25
 
 # Statistics of so many views are counted in one pass over the rows.
