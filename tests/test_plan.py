@@ -581,7 +581,7 @@ REFUSED = {
     "neighbour's cluster": (
         likelihood("dist.Normal(loc[jnp.roll(z, 1)], jnp.sqrt(var[z]))"),
         (X1,),
-        ["`loc`", "'x'"],
+        ["`loc`", "'x'", "cluster of another row", "`var[z]`"],
     ),
     # Clusters.
     "cumulative sum": (
@@ -752,6 +752,26 @@ REFUSED = {
     "no rows without plates": (expanded, (X2[:0],), ["zero rows"]),
     "no features": (expanded, (X2[:, :0],), ["'x'", "(6, 0)"]),
 }
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("z.at[{i}].set(z[{j}]).at[{j}].set(z[{i}])", "cluster of another row"),
+        ("z.at[{i}].set(z[{j}])", "cluster of another row"),
+        ("z.at[{i}].set({k})", "`loc` of observed site 'x'"),
+        ("jnp.where((z[{i}] == z[{j}]) & (jnp.arange(60) > 30), 0, z)", "`loc`"),
+    ],
+)
+@pytest.mark.parametrize("i, j, k", [(10, 11, 0), (7, 3, 1), (0, 29, 2)])
+def test_a_single_row_with_the_label_of_another_is_refused(change, words, i, j, k):
+    code = change.format(i=i, j=j, k=k)
+    z_of = eval(f"lambda z: {code}", {"jnp": jnp})
+    model = one_column(
+        lambda x, z, loc, var: dist.Normal(loc[z_of(z)], jnp.sqrt(var[z_of(z)]))
+    )
+    message = refused(model, np.random.default_rng(0).normal(size=60))
+    assert words in message, message
 
 
 @pytest.mark.parametrize("model, args, words", REFUSED.values(), ids=REFUSED.keys())
