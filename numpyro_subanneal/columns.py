@@ -116,8 +116,8 @@ _NUM_LAUNCH = 2
 class FeatureMoves:
     """
     How often to move features between views: at each turnover of the current subsample,
-    that is whenever as many rows have moved as it holds; after the warm-up, once a
-    sweep.
+    that is whenever as many rows have moved as it holds, and 256 at least if there are
+    so many; after the warm-up, once a sweep.
 
     Where the subsample has `n` rows, more than 256, what takes passes over the rows for
     each view that is new is done with probability ``256 / n``.

@@ -58,8 +58,8 @@ class SubsampleAnnealedGibbsState(NamedTuple):
     - **added**, **churned** - the schedule, ``[num_warmup]``: rows to add and to churn
       in each warm-up step. Carried so that a state goes on where it was, whatever
       `MCMC` it is given to.
-    - **since** - rows that have moved since the last turnover of the subsample, when
-      hyperparameters were updated and clusters split and merged.
+    - **since** - rows that have moved since the last turn, when hyperparameters were
+      updated and clusters split and merged.
     - **split_merge** - what has become of proposals to split and merge clusters; its
       counts are also :attr:`num_splits` and the like.
     - **feature_moves** - what has become of moves of features between views.
@@ -182,7 +182,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         shape that are enumerated together, in every combination of their values, such
         as ``[("concentration", "discount")]``.
     :param int num_hyper_updates: how often the hyperparameters are updated at each
-        turnover of the subsample; the paper's is 1.
+        turnover of the subsample, and of 256 moves of rows at least, if there are so
+        many rows; the paper's is 1 at any size.
     :param SplitMerge split_merge: how many splits and merges are proposed at each
         turnover, and how; None for none.
     :param FeatureMoves feature_moves: how often features move between views at each
@@ -414,7 +415,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             self._init_programs = {}
         # It should be adapted to all rows, but have done so when the warm-up ends.
         first_size = self._plan.num_rows if self._schedule.starts_full else 0
-        updates = steps.num_turnovers(first_size) * self._num_hyper_updates
+        turns = steps.num_turns(first_size, self._schedule.least_between_turns)
+        updates = turns * self._num_hyper_updates
         self._num_hyper_warmup = int(0.95 * updates)
         self._sample_fn = self._sample_one
         self._warned = False
@@ -867,6 +869,7 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             layout=plan.layout,
             labels=labels,
             chooser=self._schedule if self._schedule.chooses_rows else None,
+            at_least=self._schedule.least_between_turns,
         )
         hyper, hyper_state = step.values
         prior, components = step.prior, step.components

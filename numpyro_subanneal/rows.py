@@ -30,6 +30,7 @@ from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import AbstractBlock, ByView, Observed
 from numpyro_subanneal.distributions import PartitionDistribution
 from numpyro_subanneal.subsample import (
+    LEAST_BETWEEN_TURNS,
     Chooser,
     Churn,
     Moves,
@@ -193,12 +194,15 @@ def run_step(
     layout: Layout | None = None,
     labels: tuple[Array, ...] = (),
     chooser: Chooser | None = None,
+    at_least: int = LEAST_BETWEEN_TURNS,
 ) -> Step:
     """
     Make the moves of one step.
 
     There is a turn whenever as many rows have moved as the current subsample holds
-    (Obermeyer et al. 2014, section 2.4); then other moves than of single rows are made.
+    (Obermeyer et al. 2014, section 2.4), and while it is small whenever so many have as
+    :meth:`~.subsample.Subsample.between_turns` says; then other moves than of single
+    rows are made.
 
     :param rng_key: key.
     :param law: what the model says at given values of its hyperparameters.
@@ -216,6 +220,7 @@ def run_step(
     :param layout: of features in views, if they are.
     :param labels: views of the elements of each site of views.
     :param chooser: what chooses the rows that leave and enter, if they are not uniform.
+    :param int at_least: rows that move from one turn to the next at least.
     """
     num_rows = z.shape[0]
     chunk = min(_CHUNK, num_rows)
@@ -243,7 +248,7 @@ def run_step(
         rng_key, key_churn, key_moves, key_turn, key_jump = variates.split(rng_key, 5)
         most = jnp.int32(chunk)
         if turns:
-            most = jnp.clip(subsample.size - since, 1, most)
+            most = jnp.clip(subsample.between_turns(at_least) - since, 1, most)
         subsample, churn, moves = draw_moves(
             key_churn, subsample, churn, chunk, most, chooser, since
         )
@@ -253,7 +258,8 @@ def run_step(
         )
         if turns:
             since = since + moves.count
-            due = (since >= subsample.size) & (moves.count > 0)
+            due = since >= subsample.between_turns(at_least)
+            due &= moves.count > 0
             since = jnp.where(due, 0, since)
         if jump is not None:
             values, clusters, record = jump(

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_subanneal.subsample import LEAST_BETWEEN_TURNS
 from numpyro_subanneal.typing import Array
 from numpyro_subanneal.variates import below
 
@@ -34,22 +35,30 @@ class Steps(NamedTuple):
     added: np.ndarray
     churned: np.ndarray
 
-    def num_turnovers(self, first_size: int) -> int:
-        """About how often the current subsample is turned over in the warm-up, which
-        starts with `first_size` rows."""
+    def num_turns(self, first_size: int, at_least: int) -> int:
+        """
+        About how often other moves than of single rows are made in the warm-up: each
+        time that the current subsample has been turned over, or `at_least` rows have
+        moved.
+
+        :param int first_size: number of rows in at the start.
+        """
         moves = self.added + self.churned.astype(np.float64)
         after = first_size + np.cumsum(self.added)
         before = after - self.added
+        least = max(1, min(at_least, first_size + int(self.added.sum())))
         # Additions are spread evenly among the moves of a step. While the subsample is
         # turned over it grows, to `size / (1 - share)`.
         share = self.added / np.maximum(moves, 1)
         log_growth = -np.log1p(-np.minimum(share, 1 - 1e-9))
-        # A sum of 1 / size; from no row on it has Euler's constant.
-        first = np.where(before > 0, before + 0.5, np.exp(-np.euler_gamma))
+        # A sum of 1 / size, or of 1 / least while the size is smaller.
+        small = np.minimum(after, least) - np.minimum(before, least)
+        last, first = np.maximum(after, least) + 0.5, np.maximum(before, least) + 0.5
         each = np.where(
             self.added > 0,
-            np.log((after + 0.5) / first) / np.where(share > 0, log_growth, 1),
-            moves / np.maximum(after, 1),
+            small / least / np.where(share > 0, share, 1)
+            + np.log(last / first) / np.where(share > 0, log_growth, 1),
+            moves / np.maximum(after, least),
         )
         return int(each.sum())
 
@@ -138,6 +147,12 @@ class AbstractSchedule(ABC):
         """
         which = below(bits, order.shape[0] - size + 1)
         return jnp.where(which == 0, vacant, size - 1 + which)
+
+    @property
+    def least_between_turns(self) -> int:
+        """Rows that move, while few are in, before other moves are made than of single
+        rows. What chooses rows is told when each of those that are in has moved."""
+        return 1 if self.chooses_rows else LEAST_BETWEEN_TURNS
 
     @property
     def chooses_rows(self) -> bool:

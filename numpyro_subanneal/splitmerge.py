@@ -62,10 +62,11 @@ class SplitMerge:
     How often to propose to split and merge clusters.
 
     The proposals are made at each turnover of the current subsample, that is whenever
-    as many rows have moved as it holds; after the warm-up, once a sweep. Views of
-    cross-categorization share them; each has at least one, of a kind drawn with the
-    frequencies of the two. During the warm-up a kind of proposal that has not been
-    accepted for long is tried less often; what has become of that then stays.
+    as many rows have moved as it holds, and 256 at least if there are so many; after
+    the warm-up, once a sweep. Views of cross-categorization share them; each has at
+    least one, of a kind drawn with the frequencies of the two. During the warm-up a
+    kind of proposal that has not been accepted for long is tried less often; what has
+    become of that then stays.
 
     :param int num_sequential: number of proposals by sequential allocation.
     :param int num_restricted: number of proposals by restricted Gibbs scans, which take

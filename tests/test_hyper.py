@@ -1125,15 +1125,21 @@ def test_groups_must_have_one_shape():
         kernel.sample(state, (X[:, 0],), {})
 
 
-def test_turnovers_go_on_over_steps():
-    # 3 rows in, and then 10 moves in 5 steps: as many turnovers as with all in one.
+@pytest.mark.parametrize("chooses", [False, True])
+def test_turns_go_on_over_steps(chooses):
+    # 3 rows in, and then 10 moves in 5 steps: as many turns as with all in one.
     class Slow(AbstractSchedule):
         def steps(self, num_rows, num_warmup):
             added = np.zeros(num_warmup, int)
             added[0], added[-1] = 3, num_rows - 3
             return Steps(added, np.full(num_warmup, 2))
 
-    kernel = SubsampleAnnealedGibbs(hierarchy, Slow(), split_merge=None)
+    class Choosing(Slow):
+        def leaving(self, *args):
+            return super().leaving(*args)
+
+    schedule = Choosing() if chooses else Slow()
+    kernel = SubsampleAnnealedGibbs(hierarchy, schedule, split_merge=None)
     state = kernel.init(random.key(0), 7, None, (X,), {})
     sample = jax.jit(lambda state: kernel.sample(state, (X,), {}))
     values, since = [state.z["tau"]], []
@@ -1141,10 +1147,15 @@ def test_turnovers_go_on_over_steps():
         state = sample(state)
         values.append(state.z["tau"])
         since.append(int(state.since))
-    # The first step's 5 moves: at two rows, and at three, after three more.
-    assert since == [1, 0, 2, 1, 0, 2], since
     moved = [bool(a != b) for a, b in zip(values, values[1:], strict=False)]
-    assert moved == [True, True, False, True, True, False], moved
+    if chooses:
+        # The first step's 5 moves: at two rows, and at three, after three more.
+        assert since == [1, 0, 2, 1, 0, 2], since
+        assert moved == [True, True, False, True, True, False], moved
+    else:
+        # While few rows are in, whenever as many have moved as the table holds: six.
+        assert since == [5, 1, 3, 5, 1, 3], since
+        assert moved == [False, True, False, False, True, False], moved
 
 
 @pytest.mark.parametrize("num_chains", [1, 2])

@@ -132,7 +132,8 @@ def test_accelerating_schedule_churns_as_the_root_of_the_size():
     ids=repr,
 )
 @pytest.mark.parametrize("num_rows", [1, 3, 50, 2000])
-def test_turnovers_are_counted(schedule, num_rows):
+@pytest.mark.parametrize("at_least", [1, 256])
+def test_turns_are_counted(schedule, num_rows, at_least):
     steps = schedule.checked_steps(num_rows, 12)
     size = first_size = num_rows if schedule.starts_full else 0
     turns = since = 0
@@ -144,9 +145,9 @@ def test_turnovers_are_counted(schedule, num_rows):
             if added and credit >= added + churned:
                 size, credit = size + 1, credit - added - churned
             since += 1
-            if since >= size:
+            if since >= max(size, min(at_least, num_rows)):
                 turns, since = turns + 1, 0
-    counted = steps.num_turnovers(first_size)
+    counted = steps.num_turns(first_size, at_least)
     assert abs(counted - turns) <= 1 + 0.03 * turns, (counted, turns)
 
 
