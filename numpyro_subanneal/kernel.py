@@ -507,19 +507,23 @@ class SubsampleAnnealedGibbs(MCMCKernel):
             return {}
         plan = self._plan
         hyper = {site.name for site in plan.hyper}
-        if not isinstance(init_params, dict) or not (
-            {*plan.assigned, *hyper} & set(init_params)
-        ):
-            sites = " or ".join(f"'{name}'" for name in plan.assigned)
-            raise ValueError(
-                "`init_params` must be a dict with the assignments of partition site "
-                f"{sites}" + (f" or values of {sorted(hyper)}." if hyper else ".")
-            )
+        sites = " or ".join(f"'{name}'" for name in plan.assigned)
+        wanted = f"the assignments of partition site {sites}"
+        if hyper:
+            wanted += f" or values of {sorted(hyper)}"
+        if not isinstance(init_params, dict):
+            raise ValueError(f"`init_params` must be a dict with {wanted}.")
         unknown = set(init_params) - set(plan.sampled)
         if unknown:
             raise ValueError(
                 f"`init_params` has values for {sorted(unknown)}, which are not latent "
-                "sites of the model."
+                f"sites of the model; it may have {wanted}."
+            )
+        # (A whole draw of all latent sites is fine.)
+        if not {*plan.assigned, *hyper} & set(init_params):
+            raise ValueError(
+                f"`init_params` has values of {sorted(init_params)} alone, which are "
+                f"integrated out; it must have {wanted}."
             )
         given = {
             name: jnp.asarray(value)

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,7 @@ from numpyro_subanneal.skeleton import (
     Kwargs,
     Model,
     NotRecognised,
+    Site,
     read_skeleton,
 )
 from numpyro_subanneal.typing import Array
@@ -404,6 +406,8 @@ class Posterior:
     def _read_rows(self, args: Args, kwargs: Kwargs, training: bool = False) -> Data:
         """What is observed of the rows that the model is called with."""
         plan = self._plan
+        if not training:
+            self._check_arguments(args, kwargs)
         with numpyro.validation_enabled(False), handlers.block():
             try:
                 sites = read_skeleton(self._model, args, kwargs).sites
@@ -421,6 +425,7 @@ class Posterior:
                         f"'{p.name}'."
                     )
                 found.append(replace(p, num_rows=sites[p.name].shape[-1]))
+            self._check_latent(sites)
             for own in self._sites:
                 new = sites.get(own.name)
                 if new is None or not new.observed:
@@ -432,6 +437,11 @@ class Posterior:
                     raise ValueError(
                         f"Rows of observed site '{own.name}' are not an array. Give a "
                         "NumPy or JAX array (of a data frame, its `.to_numpy()`)."
+                    )
+                if new.dtype.kind not in "biuf":
+                    raise ValueError(
+                        f"Rows of observed site '{own.name}' hold values of type "
+                        f"{new.dtype}; they must be numeric."
                     )
                 shapes = new.feature_shape, new.event_shape
                 if shapes != (own.feature_shape, own.event_shape):
@@ -457,6 +467,54 @@ class Posterior:
             if not training:
                 self._check(components, trace)
         return tuple(tuple(c.data) for c in components)
+
+    def _check_arguments(self, args: Args, kwargs: Kwargs) -> None:
+        """That numbers that are no sizes are those of the training: of these the model
+        is read, and others would be ignored."""
+        try:
+            signature = inspect.signature(self._model)
+            old, new = (
+                _by_name(signature, *given)
+                for given in ((self._args, self._kwargs), (args, kwargs))
+            )
+        except (TypeError, ValueError):
+            return  # The call itself says it better.
+        for name, value in new.items():
+            if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+                raise ValueError(
+                    f"Argument `{name}` of the model is an array of type "
+                    f"{value.dtype}. Encode it as in the training, for instance by "
+                    "`Table.encode`."
+                )
+            before = old.get(name)
+            if not (_is_real(before) or (before is None and _is_real(value))):
+                continue
+            same = np.ndim(value) == 0 and np.array_equal(
+                *(np.asarray(x, float) for x in (before, value)), equal_nan=True
+            )
+            if not same:
+                raise ValueError(
+                    f"Argument `{name}` of the model is {value}, but was {before} in "
+                    "the training, when the draws were made; give it as it was. (What "
+                    "differs by row is an array with a value for each.)"
+                )
+
+    def _check_latent(self, sites: Mapping[str, Site]) -> None:
+        """That the model samples what it sampled in the training."""
+        plan = self._plan
+        latent = {name for name, site in sites.items() if not site.observed}
+        gone = [site.name for site in plan.hyper if site.name not in latent]
+        # What stands for masked cells may come and go.
+        imputed = {f"{site.name}_unobserved" for site in self._sites}
+        come = latent - set(plan.sampled) - imputed
+        if gone or come:
+            names, does = (gone, "does not sample") if gone else (come, "samples")
+            was = "" if gone else " not"
+            raise ValueError(
+                f"With these arguments the model {does} '{min(names)}', which was{was} "
+                "sampled in the training. Give what is not a table of rows as it was "
+                "there."
+            )
 
     def _describe(self) -> str:
         return ", ".join(
@@ -1101,3 +1159,24 @@ def _take_rows(num_rows, args, kwargs, rows):
         return x[rows] if is_table and x.shape[0] == num_rows else x
 
     return jax.tree.map(take, (tuple(args), dict(kwargs)))
+
+
+def _by_name(signature: inspect.Signature, args: Args, kwargs: Kwargs) -> dict:
+    """Arguments of a call by name, defaults included."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name)
+        elif parameter.kind == inspect.Parameter.VAR_POSITIONAL:
+            named |= {f"{name}[{i}]": x for i, x in enumerate(named.pop(name))}
+    return named
+
+
+def _is_real(x: Any) -> bool:
+    """Whether `x` is a single number that is no integer, which might be a size."""
+    if isinstance(x, float):
+        return True
+    is_array = isinstance(x, np.ndarray | np.generic | jax.Array)
+    return is_array and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)

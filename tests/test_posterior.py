@@ -1239,6 +1239,38 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
         )
 
 
+def test_other_arguments_than_in_the_training_are_refused():
+    # The model is read at those of the training: what else is given would be ignored.
+    def model(x, scale=1.0, offset=None, *, learn=True):
+        shift = numpyro.sample("shift", Grid(np.array([0.0, 1.0]))) if learn else 0.0
+        mean = shift if offset is None else offset
+        with numpyro.plate("clusters", 3):
+            loc = numpyro.sample("loc", dist.Normal(mean, 1.0))
+        z = numpyro.sample("z", ChineseRestaurantProcess(1.3, size=len(x)))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("x", dist.Normal(loc[z], scale), obs=x)
+
+    x = np.arange(3.0)
+    draws = {"z": np.zeros((2, 3), int), "shift": np.zeros(2)}
+    ask = Posterior(model, draws, (x, 2.0)).log_density
+    expected = ask(x[:2], 2.0)
+    for scale in (np.float32(2), jnp.array(2.0), 2):
+        np.testing.assert_array_equal(ask(x[:2], scale=scale), expected)
+    refused(lambda: ask(x[:2]), "`scale`", "is 1.0", "was 2.0")
+    refused(lambda: ask(x[:2], 3.0), "`scale`", "is 3.0", "was 2.0")
+    refused(lambda: ask(x[:2], np.ones(2)), "`scale`", "[1. 1.]", "was 2.0")
+    refused(lambda: ask(x[:2], 2.0, 0.5), "`offset`", "is 0.5", "was None")
+    refused(lambda: ask(x[:2], 2.0, learn=False), "does not sample 'shift'")
+    refused(lambda: ask(x[:2] + 0j, 2.0), "'x'", "complex128", "numeric")
+    refused(lambda: ask(x[:2].astype(str), 2.0), "`x`", "<U32", "`Table.encode`")
+    fixed = Posterior(model, {"z": draws["z"]}, (x,), {"learn": False}).log_density
+    refused(lambda: fixed(x[:2]), "samples 'shift'", "not sampled in the training")
+    # By row, it may differ.
+    varied = Posterior(model, draws, (x, np.array([1.0, 2.0, 3.0]))).log_density
+    one, two = (varied(x[:1], np.full(1, scale)) for scale in (0.5, 4.0))
+    assert one[0, 0] != two[0, 0]
+
+
 def test_rows_that_are_a_list_are_refused():
     def model(n):
         with numpyro.plate("clusters", 3):
