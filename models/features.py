@@ -21,6 +21,7 @@ or of counts. Missing cells are masked.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from numbers import Real
 
 import jax
 from jax.core import Tracer
@@ -348,6 +349,12 @@ def _check_table(x: Array, z: Array, kinds: str, name: str) -> None:
 
 
 def _check_above(name: str, value: float, bound: float) -> None:
+    got = f"shape {value.shape}" if hasattr(value, "shape") else repr(value)
+    _check(
+        isinstance(value, Real | np.ndarray | jax.Array) and np.shape(value) == (),
+        f"`{name}` must be one number, for all columns, got {got}; without `{name}` "
+        "that of each column is learned.",
+    )
     # NB: written so that NaN fails it too.
     if not isinstance(value, Tracer) and not value > bound:
         raise ValueError(f"`{name}` must be greater than {bound}, got {value}.")
@@ -362,12 +369,19 @@ def _check_clusters(num_clusters: int) -> None:
 
 
 def _check_categories(x: Array, num_categories: Sequence[int]) -> np.ndarray:
+    num_columns = x.shape[1]
+    try:
+        good = len(num_categories) == num_columns and all(
+            isinstance(n, int | np.integer) and n > 0 for n in num_categories
+        )
+    except TypeError:  # one number, for example
+        good = False
     _check(
-        len(num_categories) == x.shape[1]
-        and all(isinstance(n, int | np.integer) and n > 0 for n in num_categories),
-        f"`num_categories` must hold one positive integer for each of the {x.shape[1]} "
-        f"categorical columns, got {num_categories!r}. With `jit_model_args=True` bind "
-        "it by `functools.partial`.",
+        good,
+        f"`num_categories` must hold one positive integer for each of the {num_columns}"
+        f" categorical columns, such as `(3,) * {num_columns}` for three categories "
+        f"each, got {num_categories!r}. With `jit_model_args=True` bind it by "
+        "`functools.partial`.",
     )
     cardinality = np.asarray(num_categories)
     _check_codes(x, cardinality, "categorical")

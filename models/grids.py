@@ -449,9 +449,16 @@ def _check_table(x: Array, mask: Array | None) -> None:
 def num_rows(x: Array) -> int:
     """Number of rows N of a table ``[N, D]``."""
     if not isinstance(x, np.ndarray | jax.Array) or x.ndim != 2 or 0 in x.shape:
-        what = f"shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
+        what, way_out = type(x).__name__, ""
+        if hasattr(x, "shape"):
+            what += f" of shape {x.shape}"
+        if hasattr(x, "columns"):
+            way_out = (
+                "; pass `.to_numpy()` of it, or the `model_args` of "
+                "`Table.from_dataframe`"
+            )
         raise ValueError(
             "A table must be a NumPy or JAX array with the axes (rows, columns), at "
-            f"least one of each, got {what}."
+            f"least one of each, got {what}{way_out}."
         )
     return x.shape[0]

@@ -14,6 +14,7 @@ Shapes: ``G`` points of a grid, on the last axis of every table.
 
 from collections.abc import Callable, Sequence
 import copy
+import reprlib
 from typing import final
 
 import jax
@@ -101,10 +102,11 @@ class Grid(CheckedParameters, Distribution):
     :param weights: :math:`w`, finite, nonnegative and not all zero, up to a factor;
         shape ``(*batch, G)``. The leading axes broadcast against those of ``values``.
         None for equal weights.
-    :param bool validate_args: whether to check the parameters and the values given
-        to :meth:`log_prob`; by default as :func:`numpyro.enable_validation` says.
-    :raises ValueError: if the shapes do not fit (always), or concrete parameters are
-        out of range (under validation).
+    :param bool validate_args: False to check neither concrete parameters nor the
+        values given to :meth:`log_prob`; by default parameters are checked, and values
+        as :func:`numpyro.enable_validation` says.
+    :raises ValueError: if parameters are no numbers or of shapes that do not fit
+        (always), or concrete ones are out of range (unless ``validate_args`` is False).
 
     .. note:: A value counts as a point of the grid if it differs from it by less than
         about a ten-thousandth of the distance to the next point (of the point itself,
@@ -150,8 +152,8 @@ class Grid(CheckedParameters, Distribution):
         *,
         validate_args: bool | None = None,
     ) -> None:
-        self.values = _as_floats(values)
-        self._weights = None if weights is None else _as_floats(weights)
+        self.values = _as_parameter("values", values)
+        self._weights = None if weights is None else _as_parameter("weights", weights)
         shape = self.values.shape
         if 0 in shape[-1:] or not shape:
             raise ValueError(
@@ -173,6 +175,10 @@ class Grid(CheckedParameters, Distribution):
                     f"those of `values` {shape}, got shape {weights_shape}; leave "
                     "`weights` out for equal ones."
                 ) from error
+        # By default even where NumPyro does not validate, as it does not unless asked:
+        # a grid that no program can use should be refused where it is written.
+        if validate_args is None:
+            self.validate_args(strict=False)
         super().__init__(batch_shape, validate_args=validate_args)
 
     @property
@@ -450,6 +456,23 @@ def _index_distribution(fn: Distribution) -> Distribution:
     if isinstance(fn, Independent):
         return base.to_event(fn.reinterpreted_batch_ndims)
     return base.mask(fn._mask)
+
+
+def _as_parameter(name: str, values: ArrayLike | Sequence[float]) -> ArrayLike:
+    """
+    The parameter as floats, or a ValueError.
+    """
+    try:
+        concrete = all(map(not_jax_tracer, jax.tree.leaves(values)))
+        # NumPy would read strings as numbers, and drop imaginary parts.
+        if concrete and np.asarray(values).dtype.kind in "SUc":
+            raise TypeError
+        return _as_floats(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Grid: `{name}` must be an array of real numbers, got "
+            f"{reprlib.repr(values)}; pass e.g. `{name}=[1.0, 2.0, 4.0]`."
+        ) from error
 
 
 def _as_floats(values: ArrayLike | Sequence[float]) -> ArrayLike:

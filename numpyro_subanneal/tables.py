@@ -38,7 +38,7 @@ have to be the one.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 import datetime
 from decimal import Decimal
@@ -160,16 +160,16 @@ class Table:
         :param types: types of columns by name: "real", "categorical", "binary",
             "count", "ignore"; or a sequence of labels, which makes it categorical with
             these, also those that are not seen. Others are guessed, see
-            :mod:`~numpyro_subanneal.tables`. Strings are read as numbers where a type
-            of numbers is given. In a binary column of two labels, the later in their
-            order is the one.
+            :mod:`~numpyro_subanneal.tables`. Strings are read as numbers, such as
+            "-12.5" or "1e3", where a type of numbers is given. In a binary column of
+            two labels, the later in their order is the one.
         :param index: name of the column that names the rows, which is not in the model;
             by default the index of a pandas DataFrame.
         :param missing: values that stand for missing cells, one or a sequence, in all
             columns; or by name of the column, so that ``{"age": ()}`` says that there
             are none. Strings are compared with strings only, numbers with numbers.
         :param int max_categories: whole numbers with at most so many different values
-            are guessed to be categories.
+            are guessed to be categories; 0 for none.
         :raises ValueError: naming every column that cannot be taken, a value in it, and
             a way out.
         :raises TypeError: if it is not a DataFrame.
@@ -202,9 +202,10 @@ class Table:
         for name in [*types, *codes, *([] if index is None else [index])]:
             if name not in names:
                 raise ValueError(_unknown(name, names))
-        if not isinstance(max_categories, Integral):
+        if not isinstance(max_categories, Integral) or max_categories < 0:
             raise ValueError(
-                f"`max_categories` must be an integer, got {max_categories!r}."
+                "`max_categories` must be a nonnegative integer, 0 to guess no numbers "
+                f"to be categories; got {max_categories!r}."
             )
 
         problems, found, cells_of, findings = [], [], {}, defaultdict(list)
@@ -796,17 +797,13 @@ def _missing_codes(missing: Any) -> tuple[dict[Hashable, tuple], tuple]:
 def _describe(name: Hashable, cells: _Cells, given: Any, most: int) -> Column:
     """A column whose type is given, or guessed if that is None."""
     labels, parsed = None, False
-    if given != "ignore":
+    is_type = isinstance(given, str) and given in (*_TYPES, "ignore")
+    if not is_type or given != "ignore":
         _check_family(name, cells)
     if given is None:
         kind, why = _guess(name, cells, most)
-    elif isinstance(given, str):
+    elif is_type:
         kind, why = given, "given"
-        if kind not in (*_TYPES, "ignore"):
-            raise ValueError(
-                f"Column {name!r} was given the type {kind!r}; types are "
-                f"{_spell((*_TYPES, 'ignore'))}, or a sequence of labels."
-            )
         parsed = kind in ("real", "count") and cells.family in ("text", "mixed")
     else:
         kind, why, labels = "categorical", "labels given", _given_labels(name, given)
@@ -880,7 +877,20 @@ def _guess(name: Hashable, cells: _Cells, most: int) -> tuple[str, str]:
 
 
 def _given_labels(name: Hashable, given: Any) -> tuple:
+    # The codes are in the order of the labels, which a set does not have, and of a
+    # mapping they may be the values.
+    if isinstance(given, str | Set | Mapping) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"Column {name!r} was given the type {given!r}; types are "
+            f"{_spell((*_TYPES, 'ignore'))}, or a sequence of labels, such as a list, "
+            "in the order of their codes."
+        )
     labels = tuple(given.tolist() if isinstance(given, np.ndarray) else given)
+    if not all(isinstance(label, Hashable) for label in labels):
+        raise ValueError(
+            f"The labels of column {name!r} must be such as cells may be, not lists of "
+            f"them; got {_spell(labels)}."
+        )
     if not labels or len(set(labels)) < len(labels) or None in labels:
         raise ValueError(
             f"The labels of column {name!r} must be at least one, all different, and "
@@ -1001,18 +1011,26 @@ def _numbers(column: Column, cells: _Cells) -> np.ndarray:
         )
     number_of = {None: np.nan}
     for value in cells.distinct:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = np.nan
-        if np.isnan(number):
+        number_of[value] = _number(value)
+        if np.isnan(number_of[value]):
             raise ValueError(
-                f"Column {name!r} has the value {value!r}, which is no number. If it "
-                "stands for missing cells, name it in `missing`; else give the column "
-                "the type 'categorical'."
+                f"Column {name!r} has the value {value!r}, which is no number such as "
+                "-12.5 or 1e3. If it stands for missing cells, name it in `missing`; "
+                "else rewrite it, or give the column the type 'categorical'."
             )
-        number_of[value] = number
     return np.array([number_of[v] for v in cells.values])
+
+
+def _number(value: Any) -> float:
+    """A cell as a number, NaN if it is none."""
+    # Python reads its own notation, as in "1_0", and the digits of all scripts: rather
+    # a code, or a slip, than a number of a table.
+    if isinstance(value, str) and ("_" in value or not value.strip().isascii()):
+        return np.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return np.nan
 
 
 def _check_numbers(column: Column, x: np.ndarray, good: np.ndarray, what: str) -> None:
@@ -1159,7 +1177,7 @@ def _note(
         return
     size = len(cells.distinct)
     words = [v for v in cells.distinct if v.strip().lower() not in _WORDS]
-    if words and all(_is_number(v) for v in words):
+    if words and not any(np.isnan(_number(v)) for v in words):
         findings["numbers"].append(column)
     elif size >= _MIN_ROWS_OF_ID and cells.num_observed < _ROWS_PER_CATEGORY * size:
         findings["rare"].append(column)
@@ -1181,14 +1199,6 @@ def _suspects(cells: _Cells) -> list:
         if cells.counts[at] > 1 and value in _NUMBERS and apart:
             found.append(value.item())
     return found
-
-
-def _is_number(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _warn(findings: Mapping) -> None:

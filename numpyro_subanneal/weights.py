@@ -393,13 +393,23 @@ class KnownWeights(LabelledPrior):
         message = _shape_error(self, "log_probs", 1)
         if message is not None or not not_jax_tracer(self.log_probs):
             return message
-        total = np.exp(np.asarray(self.log_probs, dtype=np.float64)).sum(-1)
+        log_probs = np.asarray(self.log_probs, dtype=np.float64)
+        undefined = np.isnan(log_probs)
+        if undefined.any():
+            # They are the logs of the `probs` that a model gives to a categorical site.
+            return (
+                "KnownWeights: `log_probs` must be logs of weights, got nan at index "
+                f"({undefined.argmax()},), as of `probs` negative or nan there; make "
+                "the `probs` nonnegative, with a sum of 1."
+            )
+        total = np.exp(log_probs).sum(-1)
         problem = _offending(total, abs(total - 1.0) <= 1e-4)
         if problem is None:
             return None
         return (
             "KnownWeights: `log_probs` must be logs of weights that sum to 1 (within "
-            f"1e-4), got a sum of {problem}; pass `jax.nn.log_softmax(log_probs)`."
+            f"1e-4), got a sum of {problem}; pass `jax.nn.log_softmax(log_probs)`, or, "
+            "if the model gives `probs`, `probs / probs.sum()`."
         )
 
     def log_weights(self, counts: ArrayLike) -> Array:

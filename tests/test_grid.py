@@ -699,8 +699,9 @@ BAD = [
 @pytest.mark.parametrize("values, weights, name, value", BAD)
 def test_bad_parameters_are_named(values, weights, name, value):
     match = f"Grid: `{name}` .* got {value};"
-    with pytest.raises(ValueError, match=match):
-        Grid(values, weights, validate_args=True)
+    for validate_args in (None, True):
+        with pytest.raises(ValueError, match=match):
+            Grid(values, weights, validate_args=validate_args)
     grid = Grid(values, weights, validate_args=False)
     with pytest.raises(ValueError, match=match):
         grid.validate_args()
@@ -716,11 +717,23 @@ def test_good_parameters_have_no_error():
         assert Grid([1.0, 1e300]).parameter_error() is None
 
 
-def test_validation_follows_numpyro():
-    with numpyro.validation_enabled(True), pytest.raises(ValueError, match="`values`"):
-        Grid([np.nan])
-    with numpyro.validation_enabled(False):
-        assert Grid([np.nan]).parameter_error() is not None
+@pytest.mark.parametrize("enabled", [False, True])
+def test_parameters_are_checked_whether_numpyro_validates_or_not(enabled):
+    with numpyro.validation_enabled(enabled):
+        with pytest.raises(ValueError, match="`values`"):
+            Grid([np.nan])
+        grid = Grid([np.nan], validate_args=False)
+        assert grid.parameter_error() is not None
+
+
+@pytest.mark.parametrize(
+    "values", ["ab", ["1", "2"], np.array(["1"]), [1j], [[1.0], [1.0, 2.0]], {}]
+)
+def test_what_is_no_array_of_numbers_is_refused_always(values):
+    with pytest.raises(ValueError, match="Grid: `values` must be an array of real"):
+        Grid(values, validate_args=False)
+    with pytest.raises(ValueError, match="Grid: `weights` must be an array of real"):
+        Grid([1.0, 2.0], values, validate_args=False)
 
 
 def test_traced_parameters_pass_and_concrete_ones_beside_them_do_not():

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 from jax import random
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -199,11 +200,21 @@ BAD = {
     "infinite": (dpmm.real, (np.where(X == 2, np.inf, X),), {}, "inf in row 2"),
     "one axis": (dpmm.real, (X[:, 0],), {}, r"\(rows, columns\)"),
     "list": (dpmm.real, (X.tolist(),), {}, "list"),
+    "DataFrame": (
+        dpmm.real,
+        (pd.DataFrame(X),),
+        {},
+        r"got DataFrame of shape \(4, 2\); .*to_numpy.*Table.from_dataframe",
+    ),
     "kappa": (dpmm.real, (X,), {"kappa": 0.0}, "`kappa`.*0.0"),
+    "kappas": (dpmm.real, (X,), {"kappa": np.ones(2)}, r"`kappa`.*shape \(2,\);"),
+    "list of kappas": (dpmm.real, (X,), {"kappa": [1.0]}, r"`kappa`.*\[1.0\];"),
+    "word": (dpmm.real, (X,), {"shape": "a"}, "`shape`.*'a';"),
     "shape": (dpmm.real, (X,), {"shape": 1.0}, "`shape`.*1.0"),
     "capacity": (dpmm.real, (X,), {"num_clusters": 0}, "`num_clusters`.*0"),
     "code": (dpmm.categorical, (CODES, (2, 2)), {}, "Column 1.*2 in row 1"),
     "number of columns": (dpmm.categorical, (CODES, (2,)), {}, "each of the 2"),
+    "one number": (dpmm.categorical, (CODES, 3), {}, r"such as `\(3,\) \* 2`.*got 3"),
     "strength": (dpmm.categorical, (CODES, (2, 3)), {"strength": -1}, "`strength`.*-1"),
     "float codes": (dpmm.categorical, (X, (4, 4)), {}, "float64"),
     "rows": (dpmm.mixed, (X, CODES[:3], (2, 3)), {}, "3 rows.*4 rows"),

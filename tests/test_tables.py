@@ -161,7 +161,9 @@ def test_types_are_settable_and_strings_are_read_as_numbers():
     assert cells(table, "flag") == [1, 0, 1]
     assert table.decode()["age"].dtype == "float64"
     assert [c.why for c in table.ignored] == ["given"]
-    assert cells(table.encode(df.assign(age=["1", "2", "3"])), "age") == [1, 2, 3]
+    assert cells(table.encode(df.assign(age=["1", " 2", "3e0"])), "age") == [1, 2, 3]
+    with pytest.raises(ValueError, match="'age' has the value '1_0', which is no"):
+        table.encode(df.assign(age=["1", "1_0", "3"]))
 
 
 def test_labels_may_be_given_beyond_those_seen():
@@ -171,7 +173,9 @@ def test_labels_may_be_given_beyond_those_seen():
     assert cells(table, "grade") == [1, 2] and cells(table, "stars") == [4, 2]
     with pytest.raises(ValueError, match="'stars' has 5, .*labels 1, 2, 3;.*missing"):
         make(df, {"stars": [1, 2, 3]})
-    for bad in ([], ["a", "a"], ["a", "b", None]):
+    of_numpy = make(df, {"grade": np.array(["c", "b", "a"])})
+    assert cells(of_numpy, "grade") == [1, 2]
+    for bad in ([], ["a", "a"], ["a", "b", None], [["a"], ["b"]]):
         with pytest.raises(ValueError, match="labels of column 'grade'"):
             make(df, {"grade": bad})
 
@@ -720,13 +724,19 @@ BAD = {
         "'x' has the value 'heavy', which is no number.*missing",
     ),
     "nan as word": ({"x": ["3", "nan"]}, {"types": {"x": "real"}}, "'nan'.*no number"),
+    "underscore": ({"x": ["3", "1_0"]}, {"types": {"x": "real"}}, "'1_0', which is no"),
+    "digits": ({"x": ["3", "٤"]}, {"types": {"x": "count"}}, "'٤', which is no"),
     "unknown type": ({"x": [1]}, {"types": {"x": "ordinal"}}, "'ordinal'; types are"),
+    "set of labels": ({"x": ["a"]}, {"types": {"x": {"a"}}}, "{'a'}; types.*a list"),
+    "mapping": ({"x": ["a"]}, {"types": {"x": {"a": 0}}}, "{'a': 0}; types.*a list"),
+    "type of Python": ({"x": [1]}, {"types": {"x": float}}, "'x'.*float.*; types are"),
     "unknown column": ({"x": [1]}, {"types": {"y": "real"}}, "no column 'y'.*'x'"),
     "unknown index": ({"x": [1]}, {"index": "y"}, "no column 'y'"),
     "all ignored": ({"x": [1]}, {"types": {"x": "ignore"}}, "No column is left.*'x'"),
     "no rows": ({"x": []}, {}, "0 rows and 1 columns"),
     "no columns": ({}, {}, "0 rows and 0 columns"),
     "most": ({"x": [1]}, {"max_categories": 1.5}, "`max_categories`.*1.5"),
+    "negative most": ({"x": [1]}, {"max_categories": -1}, "`max_categories`.*-1"),
 }
 
 

@@ -517,8 +517,11 @@ def test_bad_size_is_refused(size):
         (StickBreakingWeights(1.0, np.ones(2), 4), "`a`.*shape ()"),
         (StickBreakingWeights(np.ones(2), 1.0, 4), "`b`.*shape ()"),
         (StickBreakingWeights(np.ones(2), np.ones(3), 4), "`a` and `b`.*same shape"),
-        (KnownWeights(np.log([0.5, 0.6]), 4), "`log_probs`.*sum of 1.1;"),
-        (KnownWeights(np.array([0.0, np.nan]), 4), "`log_probs`.*nan"),
+        (KnownWeights(np.log([0.5, 0.6]), 4), "`log_probs`.*sum of 1.1;.*probs.sum()"),
+        (
+            KnownWeights(np.array([0.0, np.nan]), 4),
+            "`log_probs`.*nan at index (1,).*`probs`",
+        ),
         (KnownWeights(0.0, 4), "`log_probs`.*shape ()"),
     ],
 )
