@@ -377,6 +377,11 @@ class Posterior:
         if not isinstance(columns, Mapping):
             columns = {name: ... for name in columns}
         for name, index in columns.items():
+            if not isinstance(name, str):
+                raise ValueError(
+                    "Columns are named by their observed site, such as "
+                    f"{{{[*masks][0]!r}: [0]}}; got {name!r}."
+                )
             if name not in masks:
                 raise ValueError(
                     f"There is no observed site '{name}'; there are {list(masks)}. "
@@ -387,7 +392,8 @@ class Posterior:
             except IndexError as error:
                 raise ValueError(
                     f"{index!r} is not an index of the columns of observed site "
-                    f"'{name}', which have shape {masks[name].shape}."
+                    f"'{name}', which have shape {masks[name].shape}"
+                    + ("." if masks[name].shape else f": write '{name}' alone.")
                 ) from error
         return np.concatenate([masks[s.name].ravel() for s in self._sites])
 
@@ -1056,8 +1062,8 @@ def cross_validate(
     rng_key: Array,
     num_warmup: int,
     num_samples: int,
-    num_splits: int = 1,
-    held_out: float = 1 / 8,
+    num_splits: int | None = None,
+    held_out: float | None = None,
     num_folds: int | None = None,
     num_chains: int = 1,
     take: Callable | None = None,
@@ -1072,8 +1078,8 @@ def cross_validate(
     :param rng_key: key, of the chains and of the splits.
     :param int num_warmup: see :class:`~numpyro.infer.MCMC`, as are `num_samples` and
         `num_chains`.
-    :param int num_splits: how often.
-    :param float held_out: share of the rows to hold out.
+    :param int num_splits: how often, by default once.
+    :param float held_out: share of the rows to hold out, by default 1/8.
     :param int num_folds: instead of these two, to hold out each of so many random parts
         of the rows in turn.
     :param take: ``take(args, kwargs, rows)`` gives the arguments for some rows
@@ -1089,6 +1095,12 @@ def cross_validate(
             f"`SubsampleAnnealedGibbs(model)`, got {type(kernel).__name__}."
         )
     check_key(rng_key)
+    if take is not None and not callable(take):
+        raise TypeError(
+            f"`take` must be a function `take(args, kwargs, rows)`, got {take!r}."
+        )
+    if not isinstance(num_chains, int | np.integer) or num_chains < 1:
+        raise ValueError(f"`num_chains` must be a positive integer, got {num_chains}.")
     plan = recognise(kernel.model, args, kwargs)
     num_rows = plan.num_rows
     held_out_rows = _held_out(rng_key, num_rows, num_splits, held_out, num_folds)
@@ -1119,6 +1131,13 @@ def cross_validate(
 
 def _held_out(rng_key, num_rows, num_splits, held_out, num_folds) -> list[np.ndarray]:
     """The rows to hold out, of every split."""
+    if num_folds is not None and (num_splits, held_out) != (None, None):
+        raise ValueError(
+            f"`num_folds` = {num_folds} takes the place of `num_splits` and "
+            "`held_out`; give one or the others."
+        )
+    num_splits = 1 if num_splits is None else num_splits
+    held_out = 1 / 8 if held_out is None else held_out
     for name, value, least, most in (
         ("num_splits", num_splits, 1, np.inf),
         ("num_folds", 2 if num_folds is None else num_folds, 2, num_rows),

@@ -1227,7 +1227,8 @@ def test_rows_and_columns_that_do_not_fit_are_refused():
         refused(lambda q=question: q(columns="y"), "'y'", "['x', 'c']")
     for index in (2, "a", [True] * 3, (0, 1), 0.5):
         refused(lambda i=index: ask(*args, columns={"x": i}), "'x'", "(2,)")
-    refused(lambda: ask(*args, given={"c": 0}), "'c'", "()")
+    refused(lambda: ask(*args, given={"c": [0]}), "'c'", "()", "write 'c' alone")
+    refused(lambda: ask(*args, given=[0]), "named by their observed site", "got 0")
     for question in (fitted().impute, fitted().mutual_information):
         refused(lambda q=question: q(0), "`rng_key`", "got 0")
     refused(lambda: fitted().sample_rows(np.int32(2), *args), "`rng_key`")
@@ -1390,6 +1391,13 @@ def test_shares_and_models_that_cannot_be_split_are_refused():
         )
     refused(
         lambda: cross_validate(kernel(), BLOBS, num_splits=0, **options), "num_splits"
+    )
+    refused(
+        lambda: cross_validate(kernel(), BLOBS, num_chains=0, **options), "num_chains"
+    )
+    refused(
+        lambda: cross_validate(kernel(), BLOBS, num_splits=2, num_folds=2, **options),
+        "`num_folds` = 2 takes the place",
     )
     bound = SubsampleAnnealedGibbs(partial(simple, BLOBS))
     for folds in (1, 13, 2.5):
