@@ -1086,6 +1086,9 @@ def cross_validate(
         ``[rows]`` of the table, a pair. By default rows are taken out of every array
         whose first axis is as long as there are rows.
     :param kwargs: the model's keyword arguments.
+
+    Each split is compiled anew, and JAX's caches are cleared after it.
+
     :raises ValueError: if a split leaves no row on one side, or the arguments do not
         say which rows to take out.
     """
@@ -1126,6 +1129,9 @@ def cross_validate(
         scores.append(found.mean())
         densities.append(found)
         rows.append(out)
+        # Programs of one split are of no use to the next, and a process has memory maps
+        # for some ten of the largest alone; JAX keeps them all.
+        jax.clear_caches()
     return CrossValidation(np.array(scores), densities, rows)
 
 

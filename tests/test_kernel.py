@@ -736,6 +736,29 @@ def test_the_capacity_is_warned_of_where_draws_are_read(too_small, read, monkeyp
         Posterior.from_mcmc(mcmc)
 
 
+@pytest.mark.parametrize("jit_model_args", [False, True])
+def test_a_second_run_does_not_compile_the_moves_again(
+    caplog, monkeypatch, jit_model_args
+):
+    # With NumPyro's default, a progress bar; without one NumPyro makes them anew.
+    for name in ("CI", "PYTEST_XDIST_WORKER"):  # there NumPyro shows none
+        monkeypatch.delenv(name, raising=False)
+
+    def compiled():
+        found = [r for r in caplog.records if "Compiling jit(_body_fn)" in r.message]
+        caplog.clear()
+        return len(found)
+
+    kernel = row_moves()
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=3, jit_model_args=jit_model_args)
+    with jax.log_compiles():
+        mcmc.run(random.key(0), X)
+        assert compiled() == 1
+        # As arguments, other data of the same shape too.
+        mcmc.run(random.key(1), X + 1 if jit_model_args else X)
+        assert compiled() == 0
+
+
 def test_progress_bar_shows_them_and_does_not_change_the_draws(
     finished, monkeypatch, capsys
 ):
