@@ -263,7 +263,7 @@ def count_features(
     observed = _observed(x)
     xp = jnp if isinstance(x, Tracer) else np
     num = observed.sum(0)
-    total = xp.where(observed, xp.asarray(x, float), 0).sum(0)
+    total = xp.sum(x, 0, where=observed, dtype=float)
     mean = (total + 0.5) / (num + 1)
     with numpyro.plate("count_features", x.shape[1], dim=-1):
         if shape is None:
@@ -303,6 +303,12 @@ def _masked(observed: Array):
 
 def _mean_and_variance(x: Array, observed: Array) -> tuple[Array, Array]:
     xp = jnp if isinstance(x, Tracer) else np
+    if xp is np and x.shape[1] > 1:
+        # One after another: in double precision the table may fill the memory.
+        columns = [slice(d, d + 1) for d in range(x.shape[1])]
+        each = [_mean_and_variance(x[:, d], observed[:, d]) for d in columns]
+        mean, variance = map(np.concatenate, zip(*each, strict=True))
+        return mean, variance
     # Deviations from the first cell: exact zeros in a constant column, and no digits
     # lost to a large mean.
     x = xp.asarray(x, float)
@@ -322,8 +328,12 @@ def _frequency(codes: Array, size: int) -> Array:
         cells = jnp.where(observed, codes, size).astype(int)
         counts = jax.vmap(lambda c: jnp.bincount(c, length=size), in_axes=1)(cells)
     else:
-        cells = np.where(observed, np.asarray(codes), size).astype(int).T
-        counts = np.stack([np.bincount(c, minlength=size + 1)[:size] for c in cells])
+        counts = np.stack(
+            [
+                np.bincount(c[seen].astype(int), minlength=size)
+                for c, seen in zip(np.asarray(codes).T, observed.T, strict=True)
+            ]
+        )
     return (counts + 1 / size) / (observed.sum(0)[:, None] + 1)
 
 
@@ -395,7 +405,9 @@ def _check_codes(x: Array, size: np.ndarray, name: str) -> None:
     x = np.asarray(x)
     missing = ~_observed(x)
     # NB: written so that NaN fails it too.
-    good = missing | ((x >= 0) & (x < size) & (x == np.floor(x)))
+    good = missing | ((x >= 0) & (x < size))
+    if x.dtype.kind == "f":
+        good &= missing | (x == np.floor(x))
     if not good.all():
         row, column = np.argwhere(~good)[0]
         limit = "" if np.isinf(size[column]) else f", at most {size[column] - 1}"
