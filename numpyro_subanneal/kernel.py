@@ -182,8 +182,8 @@ class SubsampleAnnealedGibbs(MCMCKernel):
         shape that are enumerated together, in every combination of their values, such
         as ``[("concentration", "discount")]``.
     :param int num_hyper_updates: how often the hyperparameters are updated at each
-        turnover of the subsample, and of 256 moves of rows at least, if there are so
-        many rows; the paper's is 1 at any size.
+        turnover of the subsample, or, while it has fewer than 256 rows, each time that
+        so many have moved, or all of a smaller table; the paper's is 1 a turnover.
     :param SplitMerge split_merge: how many splits and merges are proposed at each
         turnover, and how; None for none.
     :param FeatureMoves feature_moves: how often features move between views at each
