@@ -46,7 +46,6 @@ from numpyro_subanneal.skeleton import (
     Kwargs,
     Model,
     NotRecognised,
-    Site,
     read_skeleton,
 )
 from numpyro_subanneal.typing import Array
@@ -431,7 +430,11 @@ class Posterior:
                         f"'{p.name}'."
                     )
                 found.append(replace(p, num_rows=sites[p.name].shape[-1]))
-            self._check_latent(sites)
+            latent = {name for name, site in sites.items() if not site.observed}
+            if training:
+                self._latent = latent
+            else:
+                self._check_latent(latent)
             for own in self._sites:
                 new = sites.get(own.name)
                 if new is None or not new.observed:
@@ -495,24 +498,22 @@ class Posterior:
             before = old.get(name)
             if not (_is_real(before) or (before is None and _is_real(value))):
                 continue
-            same = np.ndim(value) == 0 and np.array_equal(
-                *(np.asarray(x, float) for x in (before, value)), equal_nan=True
-            )
-            if not same:
+            # NB: in single precision, which one of them may have been made in.
+            known = all(_is_real(x) or isinstance(x, int) for x in (before, value))
+            if not known or np.float32(before) != np.float32(value):
                 raise ValueError(
                     f"Argument `{name}` of the model is {value}, but was {before} in "
                     "the training, when the draws were made; give it as it was. (What "
                     "differs by row is an array with a value for each.)"
                 )
 
-    def _check_latent(self, sites: Mapping[str, Site]) -> None:
+    def _check_latent(self, latent: set[str]) -> None:
         """That the model samples what it sampled in the training."""
-        plan = self._plan
-        latent = {name for name, site in sites.items() if not site.observed}
-        gone = [site.name for site in plan.hyper if site.name not in latent]
-        # What stands for masked cells may come and go.
-        imputed = {f"{site.name}_unobserved" for site in self._sites}
-        come = latent - set(plan.sampled) - imputed
+        # What stands for masked cells may come and go; of what is not observed now more
+        # is said later.
+        names = [site.name for site in self._sites]
+        others = {*names, *(f"{name}_unobserved" for name in names)}
+        gone, come = self._latent - latent - others, latent - self._latent - others
         if gone or come:
             names, does = (gone, "does not sample") if gone else (come, "samples")
             was = "" if gone else " not"

@@ -43,9 +43,9 @@ _NUM_PROBED = 2000
 _NUM_CERTIFIED = 5
 
 # Assignments at which it is looked at besides, by the number of rows up to which: half
-# of them of two clusters, so that any two rows are seen together and apart. In one of a
-# hundred thousand models whose likelihood of a row depends on the label of another in
-# the rows looked at that goes unseen; in one of thirty where there are more rows.
+# of them of two clusters, so that a row whose likelihood depends on another's label is
+# seen with it and without it. Of 16, two of the rows looked at are never together with
+# a probability of 1/250 at most, and never apart with one of 1/65,000.
 _NUM_VARIED = ((100_000, 16), (np.inf, 4))
 
 # Sets of hyperparameters at which it is looked at, if they are continuous. One of which

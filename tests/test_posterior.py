@@ -1255,11 +1255,13 @@ def test_other_arguments_than_in_the_training_are_refused():
     draws = {"z": np.zeros((2, 3), int), "shift": np.zeros(2)}
     ask = Posterior(model, draws, (x, 2.0)).log_density
     expected = ask(x[:2], 2.0)
-    for scale in (np.float32(2), jnp.array(2.0), 2):
+    for scale in (np.float32(2), jnp.array(2.0), 2, 2.0 + 1e-12):
         np.testing.assert_array_equal(ask(x[:2], scale=scale), expected)
     refused(lambda: ask(x[:2]), "`scale`", "is 1.0", "was 2.0")
     refused(lambda: ask(x[:2], 3.0), "`scale`", "is 3.0", "was 2.0")
     refused(lambda: ask(x[:2], np.ones(2)), "`scale`", "[1. 1.]", "was 2.0")
+    refused(lambda: ask(x[:2], "b"), "`scale`", "is b", "was 2.0")
+    refused(lambda: ask(x[:2], None), "`scale`", "is None", "was 2.0")
     refused(lambda: ask(x[:2], 2.0, 0.5), "`offset`", "is 0.5", "was None")
     refused(lambda: ask(x[:2], 2.0, learn=False), "does not sample 'shift'")
     refused(lambda: ask(x[:2] + 0j, 2.0), "'x'", "complex128", "numeric")
