@@ -1412,11 +1412,11 @@ def test_shares_and_models_that_cannot_be_split_are_refused():
 
 
 def test_folds_hold_out_every_row_once():
-    parts = posterior_module._held_out(random.key(0), 12, 1, 1 / 8, 5)
+    parts = posterior_module._held_out(random.key(0), 12, None, None, 5)
     assert sorted(map(len, parts)) == [2, 2, 2, 3, 3]
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(12))
-    again = posterior_module._held_out(random.key(0), 12, 1, 1 / 8, 5)
-    other = posterior_module._held_out(random.key(1), 12, 1, 1 / 8, 5)
+    again = posterior_module._held_out(random.key(0), 12, None, None, 5)
+    other = posterior_module._held_out(random.key(1), 12, None, None, 5)
     assert all((a == b).all() for a, b in zip(parts, again, strict=True))
     assert any(
         (a != b).any() for a, b in zip(parts, other, strict=False) if len(a) == len(b)
