@@ -130,7 +130,7 @@ class _Reader:
             ) from error
 
     def _plan(self) -> Plan:
-        _check_arguments(self.args, self.kwargs)
+        check_arguments(self.args, self.kwargs)
         leaves = jax.tree.leaves((self.args, self.kwargs))
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             raise NotRecognised(
@@ -967,7 +967,7 @@ class _Reader:
         )
 
 
-def _check_arguments(args: Args, kwargs: Kwargs) -> None:
+def check_arguments(args: Args, kwargs: Kwargs) -> None:
     """Refuse arrays that JAX would refuse without saying which."""
     named = {**dict(enumerate(args)), **kwargs}
     for path, leaf in jax.tree_util.tree_leaves_with_path(list(named.items())):

@@ -30,7 +30,7 @@ from numpyro_subanneal import partitions, predictive, reading
 from numpyro_subanneal.compiling import hoist
 from numpyro_subanneal.conjugate.base import Observed, SiteShape
 from numpyro_subanneal.kernel import SubsampleAnnealedGibbs
-from numpyro_subanneal.plan import check_data, recognise
+from numpyro_subanneal.plan import check_arguments, check_data, recognise
 from numpyro_subanneal.predictive import (
     Data,
     Trained,
@@ -480,6 +480,7 @@ class Posterior:
     def _check_arguments(self, args: Args, kwargs: Kwargs) -> None:
         """That numbers that are no sizes are those of the training: of these the model
         is read, and others would be ignored."""
+        check_arguments(args, kwargs)
         try:
             signature = inspect.signature(self._model)
             old, new = (

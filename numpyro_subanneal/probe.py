@@ -431,10 +431,13 @@ class Prober:
         """Random assignments to all clusters, and to two of them, in turn."""
         num = next(n for most, n in _NUM_VARIED if self.num_rows <= most)
         for i in range(num):
-            labels = self._assignments()
+            clusters = self.rng.permutation(self.capacity)[: None if i % 2 else 2]
+            labels = {}
             for p in self.partitions:
-                some = self.rng.integers(self.capacity, size=2 + i % 2 * self.capacity)
-                labels[p.name] = self.rng.choice(some, p.shape)
+                labels[p.name] = self.rng.choice(clusters, p.shape)
+                if p.features is not None:
+                    views = self.rng.integers(p.num_views, size=p.num_elements)
+                    labels[p.features] = views
             yield labels
 
     def _moved(self, labels: Labels) -> Labels:

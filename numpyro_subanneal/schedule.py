@@ -42,6 +42,7 @@ class Steps(NamedTuple):
         moved.
 
         :param int first_size: number of rows in at the start.
+        :param int at_least: rows that move between two turns, if the table has so many.
         """
         moves = self.added + self.churned.astype(np.float64)
         after = first_size + np.cumsum(self.added)

@@ -1260,6 +1260,7 @@ def test_other_arguments_than_in_the_training_are_refused():
     refused(lambda: ask(x[:2]), "`scale`", "is 1.0", "was 2.0")
     refused(lambda: ask(x[:2], 3.0), "`scale`", "is 3.0", "was 2.0")
     refused(lambda: ask(x[:2], np.ones(2)), "`scale`", "[1. 1.]", "was 2.0")
+    refused(lambda: ask(np.ma.masked_less(x[:2], 1), 2.0), "masked array", "`.data`")
     refused(lambda: ask(x[:2], "b"), "`scale`", "is b", "was 2.0")
     refused(lambda: ask(x[:2], None), "`scale`", "is None", "was 2.0")
     refused(lambda: ask(x[:2], 2.0, 0.5), "`offset`", "is 0.5", "was None")

@@ -13,8 +13,8 @@ is apart.
 
 `--cost` shows what a sweep of moves of rows in all views at once takes, in microseconds
 a row, and what moves of features add to it, once a sweep, and the peak memory of the
-process; splits and merges of clusters are off. Guided moves
-and splits of views are made at one sweep in many.
+process; splits and merges of clusters are off. Guided moves and splits of views are
+made at one sweep in many.
 
     python examples/benchmarks/crosscat.py              # about ten minutes
     python examples/benchmarks/crosscat.py --cost
