@@ -122,6 +122,9 @@ class Step(NamedTuple):
 # keep its random numbers (chunk x clusters floats) in cache.
 _CHUNK = 4096
 
+# Of more features than these a branch costs less than to read a row twice.
+_MANY = 32
+
 # Gumbel noise is made in blocks of so many moves and clusters, by one loop: code for
 # random numbers is what takes longest to compile.
 _NOISE_MOVES, _NOISE = 256, 16
@@ -486,6 +489,9 @@ def _run_at_width(
         k = z[jnp.maximum(moves.leaves[position], 0)]
         return k if seats is None else k[every]
 
+    def read(row):
+        return [c.block.row(c.hyper, c.data, row) for c in components]
+
     def in_all_views(k):
         if seats is None:
             return k
@@ -504,11 +510,10 @@ def _run_at_width(
         counts = counts - jnp.where(_one(leaving & real) & (slots == _one(k)), 1, 0)
         free = counts == 0
         occupied = width - free.sum(-1, dtype=jnp.int32)
+        outs = read(row)
         taken = [
-            c.block.take(
-                c.hyper, s, c.block.row(c.hyper, c.data, row), k, leaving, view
-            )
-            for c, s, view in zip(components, stats, by_view, strict=True)
+            c.block.take(c.hyper, s, out, k, leaving, view)
+            for c, s, out, view in zip(components, stats, outs, by_view, strict=True)
         ]
 
         # Line 8: assign, with probabilities (*). The new cluster is the first free
@@ -526,7 +531,11 @@ def _run_at_width(
                 prior.log_weight_existing(counts),
             )
             full = (slot == width) & (log_weight_new > -jnp.inf)
-        xs = [c.block.row(c.hyper, c.data, enters) for c in components]
+        if sum(c.block.num_features for c in components) > _MANY:
+            # In a sweep of all rows it is the row that left.
+            xs = lax.cond(leaves == enters, lambda: outs, lambda: read(enters))
+        else:
+            xs = read(enters)
         parts = list(zip(components, taken, xs, by_view, strict=True))
         for (c, out, x, view), s, t in zip(parts, stats, loop.tables, strict=True):
             log_weight = log_weight + c.block.score(c.hyper, s, t, out, x, view)

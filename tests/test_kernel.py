@@ -397,6 +397,14 @@ def test_a_state_from_the_middle_of_the_anneal_ends_it(warm):
     np.testing.assert_array_equal(sizes[NUM_WARMUP - 1 :], N)
 
 
+def test_a_row_that_goes_back_is_read_once_with_the_same_result(finished, monkeypatch):
+    # As rows of many features are, while the chain anneals and after.
+    monkeypatch.setattr(rows, "_MANY", 0)
+    samples, expected = run(X).get_samples(), finished.get_samples()
+    np.testing.assert_array_equal(samples["z"], expected["z"])
+    np.testing.assert_allclose(samples["loc"], expected["loc"], rtol=1e-4)
+
+
 def test_running_twice_with_the_same_key_repeats_the_draws(finished):
     mcmc = copy.deepcopy(finished)
     mcmc.run(random.key(0), X)

@@ -17,7 +17,7 @@ nothing; while the chain anneals ("anneal") one row leaves and another enters at
 move, from no rows on. Compare ratios within one run, since machines differ.
 
     python examples/benchmarks/row_moves.py            # the table, about 10 minutes
-    python examples/benchmarks/row_moves.py --pairs    # every conjugate pair
+    python examples/benchmarks/row_moves.py --pairs    # every pair, half an hour
     python examples/benchmarks/row_moves.py --quick    # two small cases
     python examples/benchmarks/row_moves.py --large    # memory of annealing 10^6 x 68
 """
@@ -242,7 +242,8 @@ def make_pair_model(name, capacity, num_rows, num_columns):
     return model
 
 
-def run_pair(name, num_rows, num_columns, num_clusters, capacity, moves):
+def planted_pair(name, num_rows, num_columns, num_clusters, capacity):
+    """Model, arguments and clusters of planted data of a pair."""
     import jax
     from jax import random
 
@@ -255,8 +256,29 @@ def run_pair(name, num_rows, num_columns, num_clusters, capacity, moves):
         fixed = handlers.substitute(handlers.seed(model, random.key(0)), {"z": z})
         return handlers.trace(fixed).get_trace()["x"]["value"]
 
-    x = np.asarray(jax.jit(draw)())
-    return time_sweeps(model, (x,), z, moves)
+    return model, (np.asarray(jax.jit(draw)()),), z
+
+
+def run_pair(name, num_columns, beside, moves, **sizes):
+    """
+    Times of a pair, and how many times those of the pair `beside` they are, by number
+    of values: both run in turn, since machines are now fast and now slow.
+    """
+    table = planted_pair(name, num_columns=num_columns, **sizes)
+    other_table = planted_pair(beside, num_columns=NUM_COLUMNS, **sizes)
+    share = other_table[1][0].size / table[1][0].size
+    result = {"us": {}, "ratio": {}}
+    for kind in ("sweep", "anneal"):
+        own = Timed(*table, moves, kind)
+        if kind == "sweep":
+            result["compile"], result["peak"] = own.compile, peak_mb()
+            result["occupied"] = own.occupied()
+        other = Timed(*other_table, moves, kind)
+        both = [(own.run(seed), other.run(seed)) for seed in range(1, 6)]
+        ratios = [us / other_us for us, other_us in both]
+        result["us"][kind] = min(us for us, _ in both)
+        result["ratio"][kind] = float(np.median(ratios)) * share
+    return result
 
 
 def peak_mb():
@@ -265,54 +287,69 @@ def peak_mb():
 
 def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
     x, z = planted(kind, num_rows, num_columns, num_clusters)
-    return time_sweeps(make_model(kind, capacity), (x,), z, moves)
+    model = make_model(kind, capacity)
+    sweep = Timed(model, (x,), z, moves, "sweep")
+    us = min(sweep.run(seed) for seed in range(1, 4))
+    peak = peak_mb()
+    anneal = Timed(model, (x,), z, moves, "anneal")
+    return {
+        "us": us,
+        "anneal": min(anneal.run(seed) for seed in range(1, 4)),
+        "compile": sweep.compile,
+        "occupied": sweep.occupied(),
+        "peak": peak,
+    }
 
 
-def time_sweeps(model, args, z, moves):
-    """Time of a move from assignments `z` on, and what else is worth to know."""
-    import jax
-    from jax import random
+class Timed:
+    """
+    Chains of about so many moves, in sweeps of all rows from assignments `z` on, or
+    from no rows to all. Made with a first run, of which all but the moves is compiling.
 
-    from numpyro.infer import MCMC
+    - **compile** - its seconds.
+    """
 
-    from numpyro_subanneal import LinearSchedule, SubsampleAnnealedGibbs
+    def __init__(self, model, args, z, moves, kind):
+        from numpyro.infer import MCMC
 
-    num_rows = len(z)
-    num_steps = max(1, moves // num_rows)
+        from numpyro_subanneal import LinearSchedule, SubsampleAnnealedGibbs
 
-    def timed(num_warmup, num_samples, **init):
-        """Seconds of the first run and of the fastest of the others; the chain."""
-        mcmc = MCMC(
+        num_rows = len(z)
+        num_steps = max(1, moves // num_rows)
+        self.annealed = kind == "anneal"
+        self.args = args
+        self.options = {"extra_fields": ("~z.z",)}
+        if self.annealed:
+            steps = LinearSchedule().steps(num_rows, num_steps)
+            self.num_moves = int(steps.added.sum() + steps.churned.sum())
+        else:
+            self.options["init_params"] = {"z": z.astype(np.int32)}
+            self.num_moves = num_steps * num_rows
+        self.mcmc = MCMC(
             SubsampleAnnealedGibbs(model, split_merge=None),
-            num_warmup=num_warmup,
-            num_samples=num_samples,
+            num_warmup=num_steps if self.annealed else 0,
+            num_samples=1 if self.annealed else num_steps,
             # Without its progress bar NumPyro compiles anew at every run.
             progress_bar=True,
             jit_model_args=True,
         )
-        times = []
-        for seed in range(4):
-            start = time.perf_counter()
-            with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
-                run = mcmc.run if num_warmup == 0 else mcmc.warmup
-                run(random.key(seed), *args, extra_fields=("~z.z",), **init)
-            jax.block_until_ready(mcmc.last_state)
-            times.append(time.perf_counter() - start)
-        return times[0], min(times[1:]), mcmc
+        first, second = self.run(0), self.run(0)
+        self.compile = (first - second) * self.num_moves / 1e6
 
-    first, best, mcmc = timed(0, num_steps, init_params={"z": z.astype(np.int32)})
-    occupied = float(mcmc.get_extra_fields()["num_clusters"].mean())
-    peak = peak_mb()
-    steps = LinearSchedule().steps(num_rows, num_steps)
-    num_annealed = steps.added.sum() + steps.churned.sum()
-    _, annealed, _ = timed(num_steps, 1)
-    return {
-        "us": best / (num_steps * num_rows) * 1e6,
-        "anneal": annealed / num_annealed * 1e6,
-        "compile": first - best,
-        "occupied": occupied,
-        "peak": peak,
-    }
+    def run(self, seed):
+        """Microseconds a move."""
+        import jax
+        from jax import random
+
+        start = time.perf_counter()
+        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
+            run = self.mcmc.warmup if self.annealed else self.mcmc.run
+            run(random.key(seed), *self.args, **self.options)
+        jax.block_until_ready(self.mcmc.last_state)
+        return (time.perf_counter() - start) / self.num_moves * 1e6
+
+    def occupied(self):
+        return float(self.mcmc.get_extra_fields()["num_clusters"].mean())
 
 
 def run_large(num_rows, num_columns, num_warmup):
@@ -378,7 +415,7 @@ def in_a_process(case):
 
 
 def compare_pairs(moves, quick):
-    """Every pair beside Dirichlet-Categorical, the first."""
+    """Every pair beside Dirichlet-Categorical, the first: ratios of time a value."""
     univariate, multivariate = pair_models()
     cases = [(name, NUM_COLUMNS) for name in univariate]
     cases += [(name, 1) for name in multivariate]
@@ -387,28 +424,26 @@ def compare_pairs(moves, quick):
     print(f"{platform.machine()}, {platform.python_version()}, {time.strftime('%F')}")
     print("10,000 rows, capacity 64, 20 clusters")
     print(
-        f"{'pair':<36}{'columns':>8}{'occupied':>9}{'sweep us':>10}{'ns/cell':>9}"
-        f"{'ratio':>7}{'anneal us':>10}{'ratio':>7}{'compile s':>10}{'peak MB':>9}"
+        f"{'pair':<36}{'columns':>8}{'occupied':>9}{'sweep us':>10}{'ratio':>7}"
+        f"{'anneal us':>10}{'ratio':>7}{'compile s':>10}{'peak MB':>9}"
     )
-    first = None
     for name, num_columns in cases:
         r = in_a_process(
             dict(
                 name=name,
-                num_rows=10_000,
                 num_columns=num_columns,
+                beside=cases[0][0],
+                moves=moves,
+                num_rows=10_000,
                 num_clusters=20,
                 capacity=64,
-                moves=moves,
             )
         )
-        per_cell = r["us"] / num_columns * 1e3
-        first = first or (per_cell, r["anneal"] / num_columns)
-        anneal_ratio = r["anneal"] / num_columns / first[1]
+        us, ratio = r["us"], r["ratio"]
         print(
-            f"{name:<36}{num_columns:>8}{r['occupied']:>9.1f}{r['us']:>10.2f}"
-            f"{per_cell:>9.0f}{per_cell / first[0]:>7.2f}"
-            f"{r['anneal']:>10.2f}{anneal_ratio:>7.2f}{r['compile']:>10.1f}"
+            f"{name:<36}{num_columns:>8}{r['occupied']:>9.1f}"
+            f"{us['sweep']:>10.2f}{ratio['sweep']:>7.2f}"
+            f"{us['anneal']:>10.2f}{ratio['anneal']:>7.2f}{r['compile']:>10.1f}"
             f"{r['peak']:>9.0f}",
             flush=True,
         )

@@ -144,6 +144,10 @@ class DirichletCategoricalLogits(DirichletCategorical):
         return {"logits": jnp.log(theta["probs"])}
 
 
+# Of no more categories sums are written out.
+_FEW = 8
+
+
 class DirichletMultinomial(AbstractConjugatePair):
     """
     ``x ~ Multinomial(total_count, probs)`` with ``probs ~ Dirichlet(concentration)``;
@@ -258,22 +262,30 @@ class DirichletMultinomial(AbstractConjugatePair):
     def score(self, table, x):
         # Saddle-point form as in Loader (2000): the old shares are compared with the
         # new ones.
-        weight, share, odds, log_share, left, total, per_total, left_total = table
+        *shares, total, per_total, left_total = table
         _, counts, size, coefficient = x
-        new, count = weight + counts, total + size
+        count = total + size
         per_count = 1 / count
-        per_share = per_count * odds
-        excess = counts - size * share
-        log_ratio = log1p_of(new * per_share, excess * per_share)
-        change = remainder_from_one(new, 1 / new) - left
-        each = (
-            (new - 0.5) * log_ratio
-            + counts * log_share
-            + jnp.where(counts > 0, change, 0)
-        )
-        rest = 0.5 * (weight.shape[-1] - 1) * jnp.log(count * per_total)
+
+        def each(counts, weight, share, odds, log_share, left):
+            new = weight + counts
+            per_share = per_count * odds
+            excess = counts - size * share
+            log_ratio = log1p_of(new * per_share, excess * per_share)
+            change = remainder_from_one(new, 1 / new) - left
+            change = jnp.where(counts > 0, change, 0)
+            return (new - 0.5) * log_ratio + counts * log_share + change
+
+        parts = counts, *shares
+        num = counts.shape[-1]
+        if num <= _FEW:
+            # NB: not a sum over an axis, which XLA would not vectorise.
+            among = sum(each(*(part[i] for part in parts)) for i in range(num))
+        else:
+            among = each(*parts).sum(-1)
+        rest = 0.5 * (num - 1) * jnp.log(count * per_total)
         change = remainder_from_one(count, per_count) - left_total
-        return each.sum(-1) + coefficient - rest - jnp.where(size > 0, change, 0)
+        return among + coefficient - rest - jnp.where(size > 0, change, 0)
 
 
 _PART = 24
