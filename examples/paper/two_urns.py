@@ -6,9 +6,10 @@ Two urns: the paper's Figure 2, and the dynamics that its other examples share.
 
 Balls come out of a left urn with known probability p, out of a right one with 1 - p.
 Each urn has its own unknown share of reds, with a Beta(alpha, alpha) prior. We see the
-colours of N balls (8,000 red, 12,000 blue) and ask which urn each came from. With the
-shares integrated out and balls of one colour alike, the state is the number of reds and
-of blues on the left, and its posterior is known exactly (:func:`log_posterior`).
+colours of N balls (8,000 red and 12,000 blue in the paper, where 200 and 300 show the
+same) and ask which urn each came from. With the shares integrated out and balls of one
+colour alike, the state is the number of reds and of blues on the left, and its
+posterior is known exactly (:func:`log_posterior`).
 
 Every strategy makes 10 N steps; a step assigns one ball. Balls are removed and added at
 random as in the paper's section 2.3, and assigned with probability proportional to
@@ -40,8 +41,8 @@ the counts convolved with a Gaussian kernel of one cell's width, reflected at th
 the exact posterior likewise. The last row is the distance that as many perfect draws
 show. The paper smoothed 10^6 samples, in a way it does not state.
 
-    python examples/paper/two_urns.py                    # 4,000 chains of each
-    python examples/paper/two_urns.py --paper-size       # 10^6 chains, hours
+    python examples/paper/two_urns.py                 # 500 balls, 10^5 chains of each
+    python examples/paper/two_urns.py --paper-size    # 20,000 balls, 10^6 chains, hours
 """
 
 import argparse
@@ -398,10 +399,16 @@ def draw(laws, distances, path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--num-red", type=int, default=8000)
-    parser.add_argument("--num-blue", type=int, default=12000)
-    parser.add_argument("--num-chains", type=int, default=4000)
-    parser.add_argument("--paper-size", action="store_true", help="10^6 chains")
+    parser.add_argument("--num-red", type=int, default=200)
+    parser.add_argument("--num-blue", type=int, default=300)
+    parser.add_argument("--num-chains", type=int, default=10**5)
+    parser.add_argument(
+        "--paper-size",
+        action="store_const",
+        const=dict(num_red=8000, num_blue=12000, num_chains=10**6),
+        default={},
+        help="8,000 red and 12,000 blue balls, 10^6 chains",
+    )
     parser.add_argument("--sweeps", type=int, default=10)
     parser.add_argument("--p", type=float, default=0.45)
     parser.add_argument("--alpha", type=float, default=0.5)
@@ -409,14 +416,14 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="two_urns.png", help="of the figure")
     args = parser.parse_args(argv)
-    num_chains = 10**6 if args.paper_size else args.num_chains
+    vars(args).update(args.paper_size)
     print(
         f"{args.num_red} red, {args.num_blue} blue, {args.sweeps} N steps, "
-        f"{num_chains} chains\n{'':20}{'TVD':>8}{'took':>9}"
+        f"{args.num_chains} chains\n{'':20}{'TVD':>8}{'took':>9}"
     )
     distances, laws = compare(
         random.key(args.seed),
-        num_chains,
+        args.num_chains,
         args.num_red,
         args.num_blue,
         report=partial(print, flush=True),
