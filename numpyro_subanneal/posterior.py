@@ -168,6 +168,11 @@ class Posterior:
 
         :param MCMC mcmc: after its `run`.
         """
+        if not isinstance(mcmc, MCMC):
+            raise ValueError(
+                f"`mcmc` must be a numpyro.infer.MCMC, after its run; got {mcmc!r}. Of "
+                "other draws `Posterior(model, samples, args, kwargs)` is made."
+            )
         kernel, state = mcmc.sampler, mcmc.last_state
         ours = isinstance(kernel, SubsampleAnnealedGibbs)
         # NB: after a `warmup` that collects nothing there are arrays of zeros.
@@ -1000,8 +1005,11 @@ class Posterior:
 
         :param columns: which columns; all by default.
         :return: ``[draws, rows]``; with views ``[draws x columns, rows]``.
+        :raises ValueError: if `columns` are none.
         """
         (chosen,) = np.nonzero(self._select(columns, True))
+        if not len(chosen):
+            raise ValueError(f"Of no columns there is no partition; got {columns!r}.")
         if not self._plan.viewed:
             return self._draws[self._plan.partition.name]
         view = self._views()[:, chosen]

@@ -38,6 +38,7 @@ from numpyro_subanneal.conjugate.special import (
     log1p_nonnegative,
     log_gamma_half_step,
 )
+from numpyro_subanneal.conjugate.vonmises import VonMisesKnownConcentration
 
 # Compiling is most of the time here. Not so quickly where digits of float32 are tested.
 quick = pytest.mark.quickly_compiled
@@ -149,6 +150,13 @@ def test_log_marginal_is_the_oracles(name, double):
 )
 def test_normal_column_must_be_finite(column, message):
     assert message in NORMAL.data_error(np.array(column), {})
+
+
+def test_angles_are_radians():
+    pair = VonMisesKnownConcentration()
+    assert pair.data_error(np.array([-np.pi, 0.0, 6.2832]), {}) is None
+    error = pair.data_error(np.array([0.1, 90.0]), {})
+    assert "90 in row 1" in error and "radians" in error and "deg2rad" in error
 
 
 @pytest.mark.parametrize("offset, refused", [(0.0, False), (1e5, False), (1e7, True)])

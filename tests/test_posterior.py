@@ -1343,6 +1343,9 @@ def new_run():
 @few_clusters
 def test_a_posterior_is_made_of_a_run():
     mcmc = new_run()
+    refused(
+        lambda: Posterior.from_mcmc({"z": BLOBS}), "MCMC", "Posterior(model, samples"
+    )
     refused(lambda: Posterior.from_mcmc(mcmc), "run")
     # (What it holds then are zeros.)
     mcmc.warmup(random.key(0), BLOBS)
@@ -1351,6 +1354,7 @@ def test_a_posterior_is_made_of_a_run():
     posterior = Posterior.from_mcmc(mcmc)
     z = mcmc.get_samples()["z"]
     np.testing.assert_array_equal(posterior.partition(), z)
+    refused(lambda: posterior.similarity(columns={}), "no columns", "{}")
     wrong = np.zeros((2, 3), np.float32)
     refused(lambda: posterior.membership(wrong), "'x'", "(3,)", "(1,)")
     # The kernel reads another table; the first run is what it was.

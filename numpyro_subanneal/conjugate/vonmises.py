@@ -4,10 +4,11 @@
 """Angles of unknown mean direction."""
 
 import jax.numpy as jnp
+import numpy as np
 
 import numpyro.distributions as dist
 
-from numpyro_subanneal.conjugate.base import AbstractConjugatePair
+from numpyro_subanneal.conjugate.base import AbstractConjugatePair, first_row
 from numpyro_subanneal.conjugate.special import log_i0e
 
 
@@ -38,6 +39,20 @@ class VonMisesKnownConcentration(AbstractConjugatePair):
         "with constants mean, kappa and concentration."
     )
     positive = frozenset({"kappa", "concentration"})
+
+    def data_error(self, x, hyper):
+        error = super().data_error(x, hyper)
+        if error is not None:
+            return error
+        # Once round either way, with the rounding errors of whoever converted them.
+        bad = np.abs(x) > 2 * np.pi * (1 + 1e-5)
+        if bad.any():
+            row = first_row(bad)
+            return (
+                f"has the value {x[bad][0]:g} in row {row}; angles are in radians, "
+                "between -2 pi and 2 pi (`numpy.deg2rad` converts degrees)"
+            )
+        return None
 
     def parameters(self, theta):
         return {"loc": theta["loc"]}
