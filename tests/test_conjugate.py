@@ -25,6 +25,7 @@ from scipy import special, stats
 import numpyro.distributions as dist
 
 from numpyro_subanneal import testing
+from numpyro_subanneal.conjugate import dirichlet
 from numpyro_subanneal.conjugate.base import (
     Observed,
     SiteShape,
@@ -32,7 +33,12 @@ from numpyro_subanneal.conjugate.base import (
     loggamma,
     sum_features,
 )
-from numpyro_subanneal.conjugate.dirichlet import Codes, Counts, DirichletCategorical
+from numpyro_subanneal.conjugate.dirichlet import (
+    Codes,
+    Counts,
+    DirichletCategorical,
+    DirichletMultinomial,
+)
 from numpyro_subanneal.conjugate.normal import NormalInverseGamma
 from numpyro_subanneal.conjugate.special import (
     log1p_nonnegative,
@@ -150,6 +156,19 @@ def test_log_marginal_is_the_oracles(name, double):
 )
 def test_normal_column_must_be_finite(column, message):
     assert message in NORMAL.data_error(np.array(column), {})
+
+
+def test_many_categories_of_a_multinomial_are_scored_as_few(monkeypatch):
+    pair, rng = DirichletMultinomial(), np.random.default_rng(0)
+    hyper = {"concentration": jnp.asarray(rng.gamma(1.0, size=5))}
+    first, second = (
+        pair.cell(hyper, jnp.asarray(rng.multinomial(7, np.full(5, 0.2))), 7)
+        for _ in range(2)
+    )
+    table = pair.predictive(hyper, pair.add(hyper, pair.empty(hyper), first))
+    few = pair.score(table, second)
+    monkeypatch.setattr(dirichlet, "_FEW", 4)
+    np.testing.assert_allclose(pair.score(table, second), few, rtol=1e-5)
 
 
 def test_angles_are_radians():
