@@ -517,6 +517,15 @@ class _Reader:
                     f"must have shape {wanted}, one for each cluster and feature, not "
                     f"{site.shape}."
                 )
+        name = site.name.removesuffix("_unobserved")
+        twin = sites.get(f"{name}_observed")
+        if name != site.name and twin is not None:
+            shape = twin.shape[:1] + twin.feature_shape
+            return (
+                f"{problem} NumPyro made it of the `obs_mask` of '{name}', which must "
+                f"be an array of {shape} booleans; leave it out where all cells are "
+                "observed."
+            )
         return problem
 
     def _cluster_sites(

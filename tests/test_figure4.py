@@ -371,11 +371,12 @@ def test_anneal_on_hospitals_is_better_than_sequential_and_varies_less():
 def test_anneal_on_network_is_better_than_baselines_and_varies_less():
     """
     A mixture of all 40 columns of 10,000 rows, with given hyperparameters. Fails for
-    right code in about 1 of 50 keys, in which chains of Prior+Gibbs go as far.
+    right code in about 1 of 12 keys, in which all chains of Prior+Gibbs go as far: one
+    in five does not.
     """
     options = {"concentration": 1.0, "discount": 0.1, "kappa": 1.0, "shape": 2.0}
     whole = datasets.load("network", DATA, 10_000)
     data = which_rows.of_dataset(whole, strength=1.0, **options)
-    anneal, others = at_equal_moves(data, 20, 5)
+    anneal, others = at_equal_moves(data, 20, 8)
     for scores in others.values():
         assert anneal.mean() > scores.mean() and anneal.std() < scores.std()

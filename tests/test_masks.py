@@ -315,6 +315,12 @@ def test_a_bad_cell_that_is_not_masked_is_refused(model):
     assert "numpyro.handlers.mask" in message
 
 
+@pytest.mark.parametrize("mask", [True, False])
+def test_an_obs_mask_of_one_value_is_refused(mask):
+    message = refused(by_obs_mask, X, mask, CODES, CODE_MASK)
+    assert "`obs_mask` of 'x'" in message and f"array of {X.shape} booleans" in message
+
+
 def test_a_mask_that_is_not_a_constant_is_refused():
     def model(x):
         loc, var, _ = parameters()
