@@ -377,6 +377,6 @@ def test_anneal_on_network_is_better_than_baselines_and_varies_less():
     options = {"concentration": 1.0, "discount": 0.1, "kappa": 1.0, "shape": 2.0}
     whole = datasets.load("network", DATA, 10_000)
     data = which_rows.of_dataset(whole, strength=1.0, **options)
-    anneal, others = at_equal_moves(data, 20, 8)
+    anneal, others = at_equal_moves(data, 10, 8)
     for scores in others.values():
         assert anneal.mean() > scores.mean() and anneal.std() < scores.std()
