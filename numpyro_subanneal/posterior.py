@@ -1005,7 +1005,7 @@ class Posterior:
 
         :param columns: which columns; all by default.
         :return: ``[draws, rows]``; with views ``[draws x columns, rows]``.
-        :raises ValueError: if `columns` are none.
+        :raises ValueError: if no column is chosen.
         """
         (chosen,) = np.nonzero(self._select(columns, True))
         if not len(chosen):

@@ -122,7 +122,8 @@ class Step(NamedTuple):
 # keep its random numbers (chunk x clusters floats) in cache.
 _CHUNK = 4096
 
-# Of more features than these a branch costs less than to read a row twice.
+# Of more features than these a branch costs less than to read a row twice. (Of
+# vectorized chains both rows are read.)
 _MANY = 32
 
 # Gumbel noise is made in blocks of so many moves and clusters, by one loop: code for

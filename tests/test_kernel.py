@@ -397,12 +397,16 @@ def test_a_state_from_the_middle_of_the_anneal_ends_it(warm):
     np.testing.assert_array_equal(sizes[NUM_WARMUP - 1 :], N)
 
 
-def test_a_row_that_goes_back_is_read_once_with_the_same_result(finished, monkeypatch):
+@pytest.mark.parametrize("chain_method", ["sequential", "vectorized"])
+def test_a_row_that_goes_back_is_read_once_with_the_same_result(
+    chain_method, chains, monkeypatch
+):
     # As rows of many features are, while the chain anneals and after.
     monkeypatch.setattr(rows, "_MANY", 0)
-    samples, expected = run(X).get_samples(), finished.get_samples()
-    np.testing.assert_array_equal(samples["z"], expected["z"])
-    np.testing.assert_allclose(samples["loc"], expected["loc"], rtol=1e-4)
+    found = run(X, num_chains=2, chain_method=chain_method).get_samples()
+    expected = chains.get_samples()
+    np.testing.assert_array_equal(found["z"], expected["z"])
+    np.testing.assert_allclose(found["loc"], expected["loc"], rtol=1e-4)
 
 
 def test_running_twice_with_the_same_key_repeats_the_draws(finished):

@@ -31,6 +31,7 @@ from numpyro_subanneal import (
     SplitMerge,
     SubsampleAnnealedGibbs,
     explain,
+    rows,
     testing,
 )
 
@@ -164,6 +165,12 @@ def test_what_sits_in_a_masked_cell_is_never_read(
     for name, value in expected.items():
         assert np.isfinite(value).all(), name
         np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def test_a_row_that_goes_back_is_read_once_with_its_mask(handler_run, monkeypatch):
+    monkeypatch.setattr(rows, "_MANY", 0)
+    again = first_draws(run(by_handler))
+    np.testing.assert_array_equal(again["z"], first_draws(handler_run)["z"])
 
 
 def test_the_ways_to_write_a_mask_agree(obs_mask_run, handler_run):

@@ -9,7 +9,7 @@ rounding would break that; with 300 moves and scores good to 1e-6 that happens i
 one of a thousand keys, and the key is fixed.
 """
 
-from functools import cache
+from functools import cache, partial
 import os
 import subprocess
 import sys
@@ -33,6 +33,7 @@ from numpyro_subanneal import (
 )
 from numpyro_subanneal import plan as planning
 from numpyro_subanneal import reading as reading_
+from numpyro_subanneal.conjugate.multivariate import MultivariateNormalInverseWishart
 from numpyro_subanneal.subsample import Subsample
 
 # Compiling takes longest by far. Where digits of single precision are compared it is as
@@ -316,6 +317,44 @@ def test_an_outlier_leaves_only_rounding_of_its_square_behind(far):
     carried, anew = jax.device_get(long_step(random.key(0), x, 50))
     assert (carried.z == carried.z[0]).sum() == 1
     assert_statistics(carried, anew, scale=far)
+
+
+@pytest.mark.parametrize("far", [30.0, 1e4])
+def test_outliers_leave_a_covariance_matrix_and_its_inverse(far):
+    # Of 40 clusters of 20 rows each, which outliers enter and leave six times.
+    pair, size = MultivariateNormalInverseWishart(), 10
+    hyper = {
+        "mean": jnp.zeros(size),
+        "kappa": jnp.float32(1.0),
+        "concentration": jnp.float32(size + 2),
+        "scale_matrix": jnp.eye(size),
+    }
+
+    @jax.jit
+    @partial(jax.vmap, in_axes=(0, 0, 0))
+    def visited(x, outliers, new):
+        def visit(stat, v):
+            stat = pair.remove(hyper, pair.add(hyper, stat, v), v)
+            return stat, pair.score(pair.predictive(hyper, stat), new)
+
+        def join(stat, v):
+            return pair.add(hyper, stat, v), None
+
+        stat, _ = lax.scan(join, pair.empty(hyper), x)
+        stat, scores = lax.scan(visit, stat, outliers)
+        return stat[2], scores
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 20, size)).astype(np.float32)
+    outliers = (far * rng.normal(size=(40, 6, size))).astype(np.float32)
+    roots, scores = visited(x, outliers, x[:, 0])
+    assert np.isfinite(scores).all()
+    factor, inverse = np.split(np.asarray(roots, np.float64), 2, -1)
+    assert (np.diagonal(factor, axis1=1, axis2=2) >= 1 - 1e-6).all()
+    assert np.abs(inverse).max() <= 1 + 1e-5
+    if far < 100:
+        product = np.einsum("nij,nik->njk", factor, inverse)
+        assert np.abs(product - np.eye(size)).max() < 1e-4
 
 
 @sooner

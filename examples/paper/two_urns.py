@@ -57,6 +57,8 @@ import numpy as np
 from scipy import ndimage, special, stats
 
 NUM_CELLS = 50
+SIZE = {"num_red": 200, "num_blue": 300, "num_chains": 10**5}
+PAPER_SIZE = {"num_red": 8000, "num_blue": 12000, "num_chains": 10**6}
 STRATEGIES = (
     "Sequential",
     "Sequential+Gibbs",
@@ -399,16 +401,10 @@ def draw(laws, distances, path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--num-red", type=int, default=200)
-    parser.add_argument("--num-blue", type=int, default=300)
-    parser.add_argument("--num-chains", type=int, default=10**5)
-    parser.add_argument(
-        "--paper-size",
-        action="store_const",
-        const=dict(num_red=8000, num_blue=12000, num_chains=10**6),
-        default={},
-        help="8,000 red and 12,000 blue balls, 10^6 chains",
-    )
+    parser.add_argument("--num-red", type=int)
+    parser.add_argument("--num-blue", type=int)
+    parser.add_argument("--num-chains", type=int)
+    parser.add_argument("--paper-size", action="store_true", help=f"{PAPER_SIZE}")
     parser.add_argument("--sweeps", type=int, default=10)
     parser.add_argument("--p", type=float, default=0.45)
     parser.add_argument("--alpha", type=float, default=0.5)
@@ -416,7 +412,9 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="two_urns.png", help="of the figure")
     args = parser.parse_args(argv)
-    vars(args).update(args.paper_size)
+    for name, size in (PAPER_SIZE if args.paper_size else SIZE).items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
     print(
         f"{args.num_red} red, {args.num_blue} blue, {args.sweeps} N steps, "
         f"{args.num_chains} chains\n{'':20}{'TVD':>8}{'took':>9}"

@@ -443,14 +443,15 @@ def _lower(roots, v, least):
     Bojanczyk et al. (1987).
 
     What is left is known to be no less than the matrix that `least` are the roots of;
-    so neither is the diagonal of its factor, and no column is longer than it was.
-    Rounding errors are held within these bounds, so that the result is finite and
-    positive definite.
+    so neither is the diagonal of its factor, whose columns are no longer than they
+    were; and no column of the inverse is longer than that of `least`. Rounding errors
+    are held within these bounds, so that the result is finite and positive definite.
     """
-    index = np.arange(2 * len(v))
+    size = len(v)
+    index = np.arange(2 * size)
+    longest = jnp.concatenate([roots[:, :size], least[:, size:]], -1)
+    longest = jnp.sqrt(jnp.sum(longest**2, 0))
     least = jnp.diagonal(_factor(least))
-    longest = jnp.sqrt(jnp.sum(_factor(roots) ** 2, 0))
-    longest = jnp.concatenate([longest, jnp.full_like(longest, jnp.inf)])
     # NB: the barrier keeps XLA from summing again in each of the rotations.
     longest = lax.optimization_barrier(longest)
 
@@ -476,7 +477,7 @@ def _rotated(rotate, roots, v):
     def each(rest, row_and_k):
         row, k = row_and_k
         rest, row = rotate(rest, row, k)
-        # What is left of the first columns is none but rounding errors.
+        # The rotation is such that this entry is turned to zero.
         return jnp.where(index == k, 0, rest), row
 
     rest = jnp.concatenate([v, jnp.zeros_like(v)])

@@ -403,10 +403,10 @@ class NormalKnownScaleByRow(NormalKnownScale):
     about that mean.
 
     .. note:: To remove a value that is :math:`r` times as precise as the rest of its
-        cluster together leaves a relative error of about :math:`r` roundings in the
-        weight of that rest, and as much in its mean, :math:`10^{-7} r` in float32. The
-        error lasts until the statistics are built anew from the data, as they are at
-        every step.
+        cluster together leaves a relative error of about :math:`r` roundings,
+        :math:`10^{-7} r` in float32, in the weight of that rest, and in its mean an
+        error of as many roundings of the value. They last until the statistics are
+        built anew from the data, as they are at every step.
     """
 
     given = ()

@@ -18,7 +18,8 @@ class VonMisesKnownConcentration(AbstractConjugatePair):
     ``loc ~ VonMises(mean, kappa)``.
 
     Hyperparameters: `mean` direction and concentration `kappa` of the cluster
-    locations; and the known `concentration` of the values. Angles are in radians.
+    locations; and the known `concentration` of the values. Angles are in radians, from
+    -2 pi to 2 pi.
 
     Statistics: the number of values, an integer, and the means of their cosines and
     sines.
@@ -50,7 +51,8 @@ class VonMisesKnownConcentration(AbstractConjugatePair):
             row = first_row(bad)
             return (
                 f"has the value {x[bad][0]:g} in row {row}; angles are in radians, "
-                "between -2 pi and 2 pi (`numpy.deg2rad` converts degrees)"
+                "between -2 pi and 2 pi (`numpy.deg2rad` converts degrees, "
+                "`x % (2 * numpy.pi)` takes off whole turns)"
             )
         return None
 
