@@ -388,10 +388,9 @@ class _Reader:
         used = {u for s in sites.values() for u in s.upstream}
         found = []
         for name, site in sites.items():
-            twin = sites.get(name.removesuffix("_unobserved") + "_observed")
+            twin = _observed_twin(sites, name)
             if (
-                name.endswith("_unobserved")
-                and twin is not None
+                twin is not None
                 and twin.observed
                 and not site.observed
                 and site.masked
@@ -517,9 +516,9 @@ class _Reader:
                     f"must have shape {wanted}, one for each cluster and feature, not "
                     f"{site.shape}."
                 )
-        name = site.name.removesuffix("_unobserved")
-        twin = sites.get(f"{name}_observed")
-        if name != site.name and twin is not None:
+        twin = _observed_twin(sites, site.name)
+        if twin is not None:
+            name = twin.name.removesuffix("_observed")
             shape = twin.shape[:1] + twin.feature_shape
             return (
                 f"{problem} NumPyro made it of the `obs_mask` of '{name}', which must "
@@ -974,6 +973,13 @@ class _Reader:
             {name: np.asarray(value) for name, value in values.items()},
             {name: np.asarray(mask) for name, mask in live.items()},
         )
+
+
+def _observed_twin(sites: Mapping[str, Site], name: str) -> Site | None:
+    """The other of the two sites that `numpyro.sample` makes of an `obs_mask`."""
+    if not name.endswith("_unobserved"):
+        return None
+    return sites.get(name.removesuffix("_unobserved") + "_observed")
 
 
 def check_arguments(args: Args, kwargs: Kwargs) -> None:

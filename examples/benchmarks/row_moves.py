@@ -304,7 +304,7 @@ def run_case(kind, num_rows, num_columns, num_clusters, capacity, moves):
 class Timed:
     """
     Chains of about so many moves, in sweeps of all rows from assignments `z` on, or
-    from no rows to all. Made with a first run, of which all but the moves is compiling.
+    from no rows to all. Made with two runs; the first takes longer by compiling.
 
     - **compile** - its seconds.
     """

@@ -212,7 +212,7 @@ class MultivariateNormalInverseWishart(AbstractConjugatePair):
         count, mean, roots = stat
         kappa = hyper["kappa"] + count
         degrees = hyper["concentration"] + count
-        inverse = roots[:, len(mean) :] * jnp.sqrt(kappa / (kappa + 1))
+        inverse = _whitener(roots) * jnp.sqrt(kappa / (kappa + 1))
         each = log_gamma_half_step((degrees - jnp.arange(len(mean))) / 2)
         each = each + jnp.log(jnp.diagonal(inverse) / jnp.sqrt(jnp.pi))
         return mean, inverse.T.reshape(-1), (degrees + 1) / 2, each.sum()
@@ -418,6 +418,11 @@ def _factor(roots):
     return roots[:, : len(roots)]
 
 
+def _whitener(roots):
+    """The inverse of ``R.T``."""
+    return roots[:, len(roots) :]
+
+
 def _square(roots):
     """The matrix that `roots` are of."""
     return _factor(roots).T @ _factor(roots)
@@ -437,21 +442,20 @@ def _raise(roots, v):
     return _rotated(rotate, roots, v)
 
 
-def _lower(roots, v, least):
+def _lower(roots, v, prior):
     """
     Of the matrix minus ``outer(v, v)``, by hyperbolic rotations in the mixed form of
     Bojanczyk et al. (1987).
 
-    What is left is known to be no less than the matrix that `least` are the roots of;
+    What is left is known to be no less than the matrix that `prior` are the roots of;
     so neither is the diagonal of its factor, whose columns are no longer than they
-    were; and no column of the inverse is longer than that of `least`. Rounding errors
+    were; and no column of the inverse is longer than that of `prior`. Rounding errors
     are held within these bounds, so that the result is finite and positive definite.
     """
-    size = len(v)
-    index = np.arange(2 * size)
-    longest = jnp.concatenate([roots[:, :size], least[:, size:]], -1)
-    longest = jnp.sqrt(jnp.sum(longest**2, 0))
-    least = jnp.diagonal(_factor(least))
+    index = np.arange(2 * len(v))
+    least = jnp.diagonal(_factor(prior))
+    parts = _factor(roots), _whitener(prior)
+    longest = jnp.concatenate([jnp.sqrt(jnp.sum(part**2, 0)) for part in parts])
     # NB: the barrier keeps XLA from summing again in each of the rotations.
     longest = lax.optimization_barrier(longest)
 
